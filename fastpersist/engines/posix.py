@@ -1,0 +1,62 @@
+"""pwrite and pread in threads of the engine's own: runs everywhere, and is the baseline that the others are held to."""
+
+from __future__ import annotations
+
+import queue
+import threading
+
+from fastpersist.engines import _libc
+from fastpersist.engines.base import DEFAULT_BLOCK_NBYTES, DEFAULT_QUEUE_DEPTH, Engine, Request, Write
+
+MAX_THREADS = 16
+
+
+class PosixEngine(Engine):
+    """Each worker thread takes a request, makes one system call without the GIL, and reports the result."""
+
+    name = "posix"
+
+    def __init__(self, *, block_nbytes: int = DEFAULT_BLOCK_NBYTES, queue_depth: int = DEFAULT_QUEUE_DEPTH) -> None:
+        super().__init__(block_nbytes=block_nbytes, queue_depth=queue_depth)
+        self._todo: queue.SimpleQueue[tuple[int, Request] | None] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
+        # Started now: Python >= 3.12 refuses new threads once the interpreter shuts down, when a last save may still run.
+        self._threads = [
+            threading.Thread(target=_work, args=(self._todo, self._done), name=f"fastpersist-posix-{index}", daemon=True)
+            for index in range(min(queue_depth, MAX_THREADS))
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def _start(self, ticket: int, request: Request) -> None:
+        self._todo.put((ticket, request))
+
+    def _collect(self, timeout: float | None) -> list[tuple[int, int]]:
+        results: list[tuple[int, int]] = []
+        try:
+            results.append(self._done.get(timeout=timeout))
+            while True:
+                results.append(self._done.get_nowait())
+        except queue.Empty:
+            return results
+
+    def _settle(self) -> None:
+        # Nothing but the end of the workers proves that no call is using memory, once the bookkeeping is in doubt.
+        self._stop_workers()
+
+    def _shut(self) -> None:
+        self._stop_workers()
+
+    def _stop_workers(self) -> None:
+        for _ in self._threads:
+            self._todo.put(None)
+        for thread in self._threads:
+            thread.join()
+
+
+def _work(todo: queue.SimpleQueue[tuple[int, Request] | None], done: queue.SimpleQueue[tuple[int, int]]) -> None:
+    while (item := todo.get()) is not None:
+        ticket, request = item
+        call = _libc.pwrite if isinstance(request, Write) else _libc.pread
+        done.put((ticket, call(request.file.fileno, request.address, request.nbytes, request.file_offset)))
+        del item, request  # an idle worker keeps no tensor alive
