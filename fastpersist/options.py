@@ -1,0 +1,79 @@
+"""Options of the verbs: arguments win over FASTPERSIST_* environment variables, and those over defaults. Checked here."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+
+from fastpersist.engines import DEFAULT_BLOCK_NBYTES, DEFAULT_QUEUE_DEPTH, MAX_TRANSFER_NBYTES, Engine, open_engine
+from fastpersist.errors import AlignmentError
+from fastpersist.memory.alignment import PAGE_NBYTES, is_aligned
+
+
+def _from_environment(variable: str) -> int | None:
+    text = os.environ.get(variable)
+    if not text:
+        return None
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"the environment variable {variable} must be a whole number, not {text!r}") from None
+
+
+def resolve_block_nbytes(block_nbytes: int | None, engine: str | Engine) -> int:
+    """Bytes of one transfer: argument, else FASTPERSIST_BLOCK_NBYTES, else the open engine's, else 8 MiB.
+
+    Raises AlignmentError unless it is a multiple of 4096, ValueError if it is more than one transfer can move.
+    """
+    if block_nbytes is None:
+        block_nbytes = _from_environment("FASTPERSIST_BLOCK_NBYTES")
+    if block_nbytes is None:
+        block_nbytes = engine.block_nbytes if isinstance(engine, Engine) else DEFAULT_BLOCK_NBYTES
+    if block_nbytes <= 0 or not is_aligned(block_nbytes, PAGE_NBYTES):
+        raise AlignmentError(f"block_nbytes must be a positive multiple of {PAGE_NBYTES}, not {block_nbytes}")
+    if block_nbytes > MAX_TRANSFER_NBYTES:
+        raise ValueError(f"block_nbytes must be at most {MAX_TRANSFER_NBYTES}, not {block_nbytes}")
+    return block_nbytes
+
+
+def resolve_queue_depth(queue_depth: int | None, engine: str | Engine) -> int:
+    """Requests in flight: argument, else FASTPERSIST_QUEUE_DEPTH, else the open engine's, else 8.
+
+    Raises ValueError below 1, and for more than an open engine was opened with.
+    """
+    from_environment = queue_depth is None
+    if queue_depth is None:
+        queue_depth = _from_environment("FASTPERSIST_QUEUE_DEPTH")
+    opened = engine.queue_depth if isinstance(engine, Engine) else None
+    if queue_depth is None:
+        queue_depth = DEFAULT_QUEUE_DEPTH if opened is None else opened
+    if queue_depth < 1:
+        raise ValueError(f"queue_depth must be at least 1, not {queue_depth}")
+    if opened is not None and queue_depth > opened:
+        if from_environment:
+            return opened
+        raise ValueError(f"queue_depth={queue_depth} exceeds the {opened} that the engine was opened with")
+    return queue_depth
+
+
+@contextlib.contextmanager
+def ready_engine(engine: str | Engine, path: str, block_nbytes: int, queue_depth: int) -> Iterator[Engine]:
+    """The engine to use: an open one as it is (and left open), or one opened by name for this call.
+
+    Raises ValueError for an unknown name, EngineUnavailableError for a known one that cannot run here.
+    """
+    if isinstance(engine, Engine):
+        yield engine
+        return
+    if not isinstance(engine, str):
+        raise TypeError(f"engine must be a name or an open engine, not {type(engine).__name__}")
+    if engine == "auto":
+        engine = os.environ.get("FASTPERSIST_ENGINE") or "auto"
+    if engine == "memory":
+        raise ValueError(
+            "engine='memory' would drop the bytes with the engine: open it with open_engine('memory'), pass that, and read "
+            "the file back with its contents(path)"
+        )
+    with open_engine(engine, path=path, block_nbytes=block_nbytes, queue_depth=queue_depth) as opened:
+        yield opened

@@ -1,0 +1,34 @@
+"""The ``progress`` option: False, True for a bar on the terminal, or a function of (bytes done, bytes in all)."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+Progress = Callable[[int, int], None]
+
+
+@contextlib.contextmanager
+def progress_reporter(progress: bool | Progress, description: str) -> Iterator[Progress]:
+    """The function to call with (bytes done, bytes in all), whatever form the option has."""
+    if callable(progress):
+        yield progress
+    elif progress:
+        with _bar(description) as update:
+            yield update
+    else:
+        yield _ignore
+
+
+def _ignore(done_nbytes: int, total_nbytes: int) -> None:
+    pass
+
+
+@contextlib.contextmanager
+def _bar(description: str) -> Iterator[Progress]:
+    from rich.progress import BarColumn, DownloadColumn, TextColumn, TransferSpeedColumn
+    from rich.progress import Progress as Bar
+
+    with Bar(TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()) as bar:
+        task = bar.add_task(description)
+        yield lambda done_nbytes, total_nbytes: bar.update(task, completed=done_nbytes, total=total_nbytes)

@@ -1,0 +1,151 @@
+"""The bytes of the file, produced range by range: what a plan and the storages' memory amount to.
+
+Ranges must be asked for in file order, those written straight from memory included (they are only checksummed): a
+record's checksum is then complete when its descriptor, which follows the data, is produced, and each byte of payload is
+touched once.
+"""
+
+from __future__ import annotations
+
+import bisect
+import ctypes
+import hashlib
+from collections.abc import Callable
+
+import numpy as np
+
+from fastpersist.archive import zipformat
+from fastpersist.archive.layout import ArchivePlan, Int64Array
+from fastpersist.memory.buffers import AlignedBuffer, view_memory
+from fastpersist.memory.checksum import crc32
+from fastpersist.transfer.extents import Direct
+
+CopyFromDevice = Callable[[int, int, memoryview], None]
+"""(storage, start, target): copy len(target) bytes from byte ``start`` of a storage that has no host address."""
+
+
+class ArchiveImage:
+    """Fills buffers with ranges of the file, and keeps the checksums.
+
+    addresses: host address of each storage, 0 where ``copy_from_device`` must fetch its bytes. With ``checksum`` False
+    storages get the checksum 0, as torch writes them with its check off; metadata records always carry theirs.
+    """
+
+    def __init__(self, plan: ArchivePlan, addresses: Int64Array, copy_from_device: CopyFromDevice, *, checksum: bool) -> None:
+        self._plan = plan
+        self._copy_from_device = copy_from_device
+        self._checksum = checksum
+        self._checksums = [0] * plan.records
+        self._directory: bytes | None = None
+        # Plain lists: one element at a time, they are several times faster to read than numpy arrays.
+        self._nbytes: list[int] = plan.nbytes.tolist()
+        self._headers: list[int] = plan.header_offsets.tolist()
+        self._datas: list[int] = plan.data_offsets.tolist()
+        self._storages: list[int] = plan.storages.tolist()
+        self._addresses: list[int] = addresses.tolist()
+
+    def fill(self, buffer: AlignedBuffer, file_offset: int, nbytes: int) -> int:
+        """Put the file's bytes from ``file_offset`` on into the first ``nbytes`` of ``buffer``; zeros after its end.
+
+        Returns how many of them are payload: bytes of storages.
+        """
+        window = _Window(buffer, file_offset, file_offset + nbytes)
+        record = max(bisect.bisect_right(self._headers, file_offset) - 1, 0)
+        payload = 0
+        while record < self._plan.records and self._headers[record] < window.stop:
+            payload += self._fill_record(window, record)
+            record += 1
+        if window.stop > self._plan.directory_offset:
+            window.put(self._plan.directory_offset, self._directory_and_end())
+            window.clear_from(self._plan.file_nbytes)
+        return payload
+
+    def checksum_direct(self, block: Direct) -> None:
+        """Take account of a range that is written straight from memory."""
+        if self._checksum:
+            self._checksums[block.record] = crc32(view_memory(block.address, block.nbytes), self._checksums[block.record])
+
+    def record_at(self, file_offset: int) -> str:
+        """Name of the record that the file's byte at ``file_offset`` belongs to, for messages."""
+        if file_offset >= self._plan.directory_offset:
+            return "central directory"
+        return self._plan.names[bisect.bisect_right(self._headers, file_offset) - 1].decode()
+
+    def _fill_record(self, window: _Window, record: int) -> int:
+        name, nbytes = self._plan.names[record], self._nbytes[record]
+        header, data = self._headers[record], self._datas[record]
+        if data > window.start:
+            window.put(header, zipformat.local_header(name, nbytes, header, data))
+        payload = 0
+        if self._storages[record] < 0:
+            self._fill_metadata(window, record)
+        else:
+            payload = self._fill_storage(window, record)
+        if window.stop > data + nbytes:
+            window.put(data + nbytes, zipformat.descriptor(self._checksums[record], nbytes, header))
+        return payload
+
+    def _fill_metadata(self, window: _Window, record: int) -> None:
+        content = self._plan.metadata[record]
+        if content is None:
+            content = self._serialization_id(record)
+        self._checksums[record] = crc32(content)
+        window.put(self._datas[record], content)
+
+    def _fill_storage(self, window: _Window, record: int) -> int:
+        data, storage = self._datas[record], self._storages[record]
+        start, stop = max(data, window.start), min(data + self._nbytes[record], window.stop)
+        if start >= stop:
+            return 0
+        target = window.view(start, stop)
+        address = self._addresses[storage]
+        if address:
+            ctypes.memmove(window.address(start), address + start - data, stop - start)
+        else:
+            self._copy_from_device(storage, start - data, target)
+        if self._checksum:  # of the copy: it is still in the cache
+            self._checksums[record] = crc32(target, self._checksums[record])
+        return stop - start
+
+    def _serialization_id(self, record: int) -> bytes:
+        """40 digits that differ between different contents: a hash of the names and one of the checksums, as torch has it."""
+        sums = np.array(self._checksums[:record], np.uint32).tobytes() + self._plan.nbytes.tobytes()
+        digests = (hashlib.blake2b(part, digest_size=8).digest() for part in (b"\0".join(self._plan.names), sums))
+        return "".join(f"{int.from_bytes(digest, 'little'):020d}" for digest in digests).encode()
+
+    def _directory_and_end(self) -> bytes:
+        if self._directory is None:
+            plan = self._plan
+            entries = map(zipformat.central_header, plan.names, self._checksums, self._nbytes, self._headers)
+            end = zipformat.end_of_archive(plan.records, plan.directory_nbytes, plan.directory_offset)
+            self._directory = b"".join(entries) + end
+        return self._directory
+
+
+class _Window:
+    """The part of the file from ``start`` to ``stop``, as it lies in a buffer."""
+
+    __slots__ = ("_buffer", "start", "stop")
+
+    def __init__(self, buffer: AlignedBuffer, start: int, stop: int) -> None:
+        self._buffer = buffer
+        self.start = start
+        self.stop = stop
+
+    def address(self, file_offset: int) -> int:
+        return self._buffer.address + file_offset - self.start
+
+    def view(self, start: int, stop: int) -> memoryview:
+        return self._buffer.view[start - self.start : stop - self.start]
+
+    def put(self, file_offset: int, content: bytes) -> None:
+        """Write as much of ``content``, which belongs at ``file_offset``, as lies within the window."""
+        start, stop = max(file_offset, self.start), min(file_offset + len(content), self.stop)
+        if start < stop:
+            self.view(start, stop)[:] = content[start - file_offset : stop - file_offset]
+
+    def clear_from(self, file_offset: int) -> None:
+        """Zero what lies beyond the file's end: buffers are reused, and old bytes must not reach the disk."""
+        start = max(file_offset, self.start)
+        if start < self.stop:
+            ctypes.memset(self.address(start), 0, self.stop - start)

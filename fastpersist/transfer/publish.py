@@ -1,0 +1,200 @@
+"""From a temporary file to the published one: at every instant the target's name holds an old complete file or a new one.
+
+The order is the guarantee: data written and synced, then the name moved by rename, then the directory synced. The
+temporary file has no name at all (O_TMPFILE) until just before the rename, so that a killed process leaves nothing; where
+a filesystem has no such files it is a hidden file, locked while in use, and a later save removes those without a lock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import logging
+import os
+import re
+import secrets
+import stat
+import time
+from typing import Self
+
+from fastpersist.engines import Engine, File
+from fastpersist.errors import NotDurableError, TransferError
+
+log = logging.getLogger("fastpersist")
+
+_TEMPORARY_NAME = re.compile(r"\.fastpersist-[0-9a-f]{16}\.tmp")
+_NO_TMPFILE = (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL, errno.ENOSYS)
+_ATTEMPTS = 16
+
+
+def resolve_target(path: str | os.PathLike[str]) -> str:
+    """The absolute path to publish at: symlinks are followed, so that the file they point to is the one replaced.
+
+    Raises TypeError for what is no path, IsADirectoryError, FileNotFoundError or NotADirectoryError for a directory that
+    is missing, and ValueError for a target that exists and is no regular file.
+    """
+    if hasattr(path, "write"):
+        raise TypeError(
+            f"fastpersist saves to a path, not to a {type(path).__name__}: a file-like object cannot be replaced "
+            "atomically (use torch.save for it)"
+        )
+    text = os.fsdecode(path)
+    if not text:
+        raise ValueError("the path is empty")
+    target = os.path.realpath(text)
+    if text.endswith(os.sep) or os.path.isdir(target):
+        raise IsADirectoryError(errno.EISDIR, "the path is a directory: give the checkpoint a file name in it", text)
+    _check_directory(os.path.dirname(target))
+    with contextlib.suppress(FileNotFoundError):
+        mode = os.stat(target).st_mode
+        if not stat.S_ISREG(mode):
+            raise ValueError(
+                f"{text} exists and is no regular file ({stat.filemode(mode)}): it would be replaced, give another path"
+            )
+    return target
+
+
+def _check_directory(directory: str) -> None:
+    try:
+        is_directory = stat.S_ISDIR(os.stat(directory).st_mode)
+    except FileNotFoundError:
+        raise FileNotFoundError(errno.ENOENT, "the directory does not exist: create it first", directory) from None
+    if not is_directory:
+        raise NotADirectoryError(errno.ENOTDIR, "the path's parent is no directory", directory)
+
+
+class Publication:
+    """A temporary file beside ``target``: write to ``file``, then ``publish``. Left unpublished, it vanishes."""
+
+    def __init__(self, engine: Engine, target: str, *, durable: bool) -> None:
+        self._engine = engine
+        self._target = target
+        self._durable = durable
+        self._name: str | None = None
+        self.sync_seconds = 0.0
+        directory = os.path.dirname(target)
+        self._directory = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            _remove_abandoned(directory, self._directory)
+            self.file = self._create(directory)
+        except OSError as error:
+            os.close(self._directory)
+            message = f"cannot create a temporary file in the target's directory ({error.strerror}): it must be writable"
+            raise type(error)(error.errno, message, directory) from error
+        except BaseException:
+            os.close(self._directory)
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            if self._name is not None:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(self._name, dir_fd=self._directory)
+        finally:
+            self.file.close()
+            os.close(self._directory)
+
+    def publish(self) -> None:
+        """Make the written file durable and give it the target's name.
+
+        Raises TransferError before the rename (the target is untouched), NotDurableError after it.
+        """
+        started = time.perf_counter()
+        try:
+            self._take_over_mode()
+            if self._durable:
+                self._engine.sync(self.file)
+            if self._name is None:
+                self._give_name()
+            os.rename(str(self._name), os.path.basename(self._target), src_dir_fd=self._directory, dst_dir_fd=self._directory)
+            self._name = None
+        except OSError as error:
+            raise TransferError(error.errno or errno.EIO, "cannot publish", self._target) from error
+        self._sync_directory()
+        self.sync_seconds = time.perf_counter() - started
+
+    def _sync_directory(self) -> None:
+        if not self._durable:
+            return
+        try:
+            os.fsync(self._directory)
+        except OSError as error:
+            raise NotDurableError(
+                error.errno or errno.EIO, "published, not known durable: the directory cannot be synced", self._target
+            ) from error
+
+    def _create(self, directory: str) -> File:
+        if hasattr(os, "O_TMPFILE") and os.path.exists("/proc/self/fd"):  # a nameless file gets its name through /proc
+            try:
+                file = self._engine.open(directory, "tmpfile")
+            except OSError as error:
+                if error.errno not in _NO_TMPFILE:
+                    raise
+            else:
+                _try_lock(file.fileno)  # nobody else can reach it yet
+                return file
+        return self._create_named(directory)
+
+    def _create_named(self, directory: str) -> File:
+        for _ in range(_ATTEMPTS):
+            name = _new_name()
+            file = self._engine.open(os.path.join(directory, name), "x")
+            self._name = name
+            # A save that cleans up may have found the file before it was locked: then it is gone, and another is made.
+            if _try_lock(file.fileno) and os.fstat(file.fileno).st_nlink > 0:
+                return file
+            file.close()
+        raise OSError(errno.EBUSY, f"{_ATTEMPTS} temporary files were removed by other processes as soon as they were made")
+
+    def _give_name(self) -> None:
+        name = _new_name()
+        # A source directory descriptor makes Python use linkat, which can follow the link in /proc to the nameless file.
+        source = f"/proc/self/fd/{self.file.fileno}"
+        os.link(source, name, src_dir_fd=self._directory, dst_dir_fd=self._directory, follow_symlinks=True)
+        self._name = name
+
+    def _take_over_mode(self) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            replaced = os.stat(self._target)
+            os.fchmod(self.file.fileno, stat.S_IMODE(replaced.st_mode))
+
+
+def _new_name() -> str:
+    return f".fastpersist-{secrets.token_hex(8)}.tmp"
+
+
+def _try_lock(fileno: int) -> bool:
+    """False if another process holds the lock. A filesystem without locks protects nothing, and nobody cleans up there."""
+    try:
+        fcntl.flock(fileno, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        log.info("temporary files cannot be locked here (%s)", error.strerror)
+    return True
+
+
+def _remove_abandoned(directory: str, directory_fileno: int) -> None:
+    """Remove temporary files that killed processes left: those that nobody has locked."""
+    for name in os.listdir(directory_fileno):
+        if _TEMPORARY_NAME.fullmatch(name):
+            try:
+                _remove_if_unlocked(name, directory_fileno)
+            except OSError as error:
+                log.info("%s: the abandoned file %s cannot be removed (%s)", directory, name, error.strerror)
+
+
+def _remove_if_unlocked(name: str, directory_fileno: int) -> None:
+    fileno = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=directory_fileno)
+    try:
+        fcntl.flock(fileno, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.unlink(name, dir_fd=directory_fileno)
+        log.info("removed %s, which a save that was killed had left", name)
+    except BlockingIOError:
+        pass  # in use
+    finally:
+        os.close(fileno)
