@@ -1,0 +1,99 @@
+"""Arguments win over the environment, the environment over defaults, and nonsense is refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from fastpersist.engines import open_engine
+from fastpersist.errors import AlignmentError
+from fastpersist.options import ready_engine, resolve_block_nbytes, resolve_queue_depth
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("ENGINE", "BLOCK_NBYTES", "QUEUE_DEPTH"):
+        monkeypatch.delenv(f"FASTPERSIST_{name}", raising=False)
+
+
+def test_defaults() -> None:
+    assert resolve_block_nbytes(None, "auto") == 8 << 20
+    assert resolve_queue_depth(None, "auto") == 8
+
+
+def test_the_environment_sets_defaults_and_arguments_win(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FASTPERSIST_BLOCK_NBYTES", "65536")
+    monkeypatch.setenv("FASTPERSIST_QUEUE_DEPTH", "3")
+    assert (resolve_block_nbytes(None, "auto"), resolve_queue_depth(None, "auto")) == (65536, 3)
+    assert (resolve_block_nbytes(4096, "auto"), resolve_queue_depth(2, "auto")) == (4096, 2)
+
+
+def test_an_open_engine_brings_its_own_sizes() -> None:
+    with open_engine("null", block_nbytes=8192, queue_depth=5) as engine:
+        assert resolve_block_nbytes(None, engine) == 8192
+        assert resolve_queue_depth(None, engine) == 5
+        assert resolve_queue_depth(2, engine) == 2
+        with pytest.raises(ValueError, match="queue_depth=6 exceeds the 5"):
+            resolve_queue_depth(6, engine)
+
+
+def test_the_environment_never_exceeds_an_open_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FASTPERSIST_QUEUE_DEPTH", "64")
+    with open_engine("null", queue_depth=5) as engine:
+        assert resolve_queue_depth(None, engine) == 5
+
+
+@pytest.mark.parametrize("value", [0, -4096, 1, 4095, 6000])
+def test_a_misaligned_block_is_refused(value: int) -> None:
+    with pytest.raises(AlignmentError, match=f"multiple of 4096, not {value}"):
+        resolve_block_nbytes(value, "auto")
+
+
+def test_a_block_that_no_transfer_can_move_is_refused() -> None:
+    with pytest.raises(ValueError, match="block_nbytes must be at most"):
+        resolve_block_nbytes(1 << 31, "auto")
+
+
+@pytest.mark.parametrize("value", [0, -1])
+def test_a_queue_without_room_is_refused(value: int) -> None:
+    with pytest.raises(ValueError, match="queue_depth must be at least 1"):
+        resolve_queue_depth(value, "auto")
+
+
+@pytest.mark.parametrize("name", ["BLOCK_NBYTES", "QUEUE_DEPTH"])
+def test_a_broken_environment_variable_is_named(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setenv(f"FASTPERSIST_{name}", "many")
+    with pytest.raises(ValueError, match=f"FASTPERSIST_{name} must be a whole number, not 'many'"):
+        _resolve_both()
+
+
+def _resolve_both() -> None:
+    resolve_block_nbytes(None, "auto")
+    resolve_queue_depth(None, "auto")
+
+
+def test_an_engine_opened_by_name_is_closed_and_an_open_one_is_not() -> None:
+    with ready_engine("null", "path", 4096, 2) as engine:
+        assert engine.name == "null"
+    assert engine._closed
+    with open_engine("null") as mine:
+        with ready_engine(mine, "path", 4096, 2) as engine:
+            assert engine is mine
+        assert not mine._closed
+
+
+def test_the_environment_names_the_engine_for_auto_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FASTPERSIST_ENGINE", "null")
+    with ready_engine("auto", "path", 4096, 2) as engine:
+        assert engine.name == "null"
+    with ready_engine("posix", "path", 4096, 2) as engine:
+        assert engine.name == "posix"
+
+
+@pytest.mark.parametrize(
+    ("engine", "error", "message"), [("memory", ValueError, "open_engine\\('memory'\\)"), (7, TypeError, "not int")]
+)
+def test_what_is_no_usable_engine_is_refused(engine: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message), ready_engine(engine, "path", 4096, 2):
+        pass

@@ -1,0 +1,56 @@
+"""Names of engines, what they mean, and what is said of those that cannot run."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from fastpersist import engines
+from fastpersist.engines import Availability, available, engine_class, open_engine
+from fastpersist.engines.posix import PosixEngine
+from fastpersist.errors import EngineUnavailableError
+
+
+def test_an_unknown_name_lists_the_known_ones() -> None:
+    with pytest.raises(ValueError, match=r"unknown engine 'uring'.*'posix', 'io_uring', 'memory', 'null'"):
+        open_engine("uring")
+
+
+def test_every_registered_engine_answers_whether_it_can_run() -> None:
+    verdicts = available()
+    assert set(verdicts) == {"posix", "io_uring", "memory", "null"}
+    for verdict in verdicts.values():
+        assert verdict.usable or (verdict.reason and verdict.remedy)
+
+
+def test_each_name_opens_the_engine_of_that_name() -> None:
+    for name, verdict in available().items():
+        if verdict.usable:
+            with open_engine(name, block_nbytes=4096, queue_depth=3) as engine:
+                assert (engine.name, engine.block_nbytes, engine.queue_depth) == (name, 4096, 3)
+
+
+def test_auto_logs_its_choice_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    monkeypatch.setattr(engines, "_announced", set())
+    with caplog.at_level(logging.INFO, "fastpersist"):
+        open_engine("auto", path=tmp_path).close()
+        open_engine("auto", path=tmp_path).close()
+    assert len([record for record in caplog.records if "engine 'auto' is" in record.message]) == 1
+
+
+def test_auto_says_why_when_nothing_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    refusal = Availability(usable=False, reason="out of order", remedy="mend it")
+    for name in ("io_uring", "posix"):
+        monkeypatch.setattr(engine_class(name), "availability", classmethod(lambda cls: refusal))
+    with pytest.raises(EngineUnavailableError, match=r"io_uring cannot: out of order; posix cannot: out of order"):
+        open_engine("auto")
+
+
+def test_posix_threads_end_with_the_engine() -> None:
+    engine = open_engine("posix", queue_depth=5)
+    assert isinstance(engine, PosixEngine)
+    assert [thread.is_alive() for thread in engine._threads] == [True] * 5
+    engine.close()
+    assert [thread.is_alive() for thread in engine._threads] == [False] * 5
