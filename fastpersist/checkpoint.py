@@ -16,13 +16,13 @@ from fastpersist.engines import DEFAULT_BLOCK_NBYTES, Engine, File
 from fastpersist.memory.alignment import PAGE_NBYTES, round_up
 from fastpersist.memory.buffers import shared_pool
 from fastpersist.options import ready_engine, resolve_block_nbytes, resolve_queue_depth
-from fastpersist.progress import Progress, progress_reporter
+from fastpersist.progress import Progress, ProgressCounter, progress_reporter
 from fastpersist.reports import SaveReport
 from fastpersist.transfer.extents import cut_into_blocks, plan_extents
 from fastpersist.transfer.image import ArchiveImage
 from fastpersist.transfer.publish import Publication, resolve_target
 from fastpersist.transfer.staging import copy_from_device, host_addresses, residues
-from fastpersist.transfer.writer import ExtentWriter
+from fastpersist.transfer.writer import write_blocks
 
 
 def save(
@@ -65,7 +65,7 @@ def save(
     with ready_engine(engine, target, block_nbytes, queue_depth) as active:
         flat = flatten(obj, pickle_protocol)  # nothing is on disk yet: what cannot be pickled costs nothing
         with _destination(active, target, durable=durable) as (file, publication):
-            archive, writer = _write(
+            archive, copied_nbytes = _write(
                 flat,
                 path,
                 target,
@@ -86,8 +86,8 @@ def save(
             seconds=time.perf_counter() - started,
             engine=active.name,
             direct=file.direct,
-            zero_copy_nbytes=flat.nbytes - writer.copied_nbytes,
-            copied_nbytes=writer.copied_nbytes,
+            zero_copy_nbytes=flat.nbytes - copied_nbytes,
+            copied_nbytes=copied_nbytes,
             sync_seconds=0.0 if publication is None else publication.sync_seconds,
             records=archive.records,
             block_nbytes=block_nbytes,
@@ -118,8 +118,11 @@ def _write(
     layout: str,
     checksum: bool,
     progress: bool | Progress,
-) -> tuple[ArchivePlan, ExtentWriter]:
-    """Plan the file, cut it into extents, write them all, and give the file its true length."""
+) -> tuple[ArchivePlan, int]:
+    """Plan the file, cut it into extents, write them all, and give the file its true length.
+
+    Returns the plan and how many bytes of payload went through a buffer.
+    """
     addresses = host_addresses(flat.storages)
     archive = plan(
         _prefix(path),
@@ -142,20 +145,13 @@ def _write(
     padded_nbytes = round_up(archive.file_nbytes, cut_nbytes)
     engine.reserve(file, padded_nbytes)
     with progress_reporter(progress, os.path.basename(target)) as report:
-        writer = ExtentWriter(
-            engine,
-            file,
-            image,
-            shared_pool(),
-            queue_depth=queue_depth,
-            path=target,
-            progress=report,
-            total_nbytes=archive.file_nbytes,
+        moved = ProgressCounter(report, archive.file_nbytes).add
+        copied_nbytes = write_blocks(
+            blocks, image, engine, file, shared_pool(), queue_depth=queue_depth, path=target, moved=moved
         )
-        writer.write(blocks)
     if padded_nbytes != archive.file_nbytes:
         engine.resize(file, archive.file_nbytes)
-    return archive, writer
+    return archive, copied_nbytes
 
 
 def _prefix(path: str | os.PathLike[str]) -> str:

@@ -20,6 +20,20 @@ def progress_reporter(progress: bool | Progress, description: str) -> Iterator[P
         yield _ignore
 
 
+class ProgressCounter:
+    """Adds up the bytes of single transfers and reports (bytes done, bytes in all), never more than all."""
+
+    def __init__(self, report: Progress, total_nbytes: int) -> None:
+        self._report = report
+        self._total_nbytes = total_nbytes
+        self._done_nbytes = 0
+
+    def add(self, nbytes: int) -> None:
+        """Account for ``nbytes`` more. The last block is padded beyond the file's end: the padding does not count."""
+        self._done_nbytes = min(self._done_nbytes + nbytes, self._total_nbytes)
+        self._report(self._done_nbytes, self._total_nbytes)
+
+
 def _ignore(done_nbytes: int, total_nbytes: int) -> None:
     pass
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import copyreg
 import gc
 import io
 import pickle
@@ -48,13 +49,14 @@ def flatten(obj: object, protocol: int = 2) -> FlatObject:
         raise ValueError(f"pickle_protocol must be 2 or 3, not {protocol!r}: torch.load(weights_only=True) reads no other")
     buffer = io.BytesIO()
     pickler = _StoragePickler(buffer, protocol)
-    with _garbage_collector_paused():
+    with garbage_collector_paused():
         pickler.dump(obj)
     return FlatObject(buffer.getvalue(), pickler.storages, pickler.storage_nbytes)
 
 
 @contextlib.contextmanager
-def _garbage_collector_paused() -> Iterator[None]:
+def garbage_collector_paused() -> Iterator[None]:
+    """No collection meanwhile; restored on every way out."""
     # Pickling makes many small objects and no cycles; the collector would look through all of them again and again.
     enabled = gc.isenabled()
     gc.disable()
@@ -79,6 +81,8 @@ class _StoragePickler(pickle.Pickler):
         super().__init__(buffer, protocol=protocol)
         self.storages: list[torch.UntypedStorage] = []  # strong references: a key stands for an address that must not be reused
         self.storage_nbytes: list[int] = []
+        # A program may have taught pickle its own way with tensors, which then goes first.
+        self._shortcut = torch.Tensor not in copyreg.dispatch_table and torch.Tensor.__reduce_ex__ is _TORCHS_REDUCE_EX
         self._keys: dict[int, str] = {}
         self._dtypes: dict[int, torch.dtype] = {}
         self._storage_types: dict[torch.dtype, type] = {}
@@ -99,7 +103,7 @@ class _StoragePickler(pickle.Pickler):
 
     def reducer_override(self, obj: Any) -> Any:
         """What Tensor.__reduce_ex__ returns for a plain tensor, in a third of the time; all others take the usual way."""
-        if type(obj) is not torch.Tensor or not _is_plain(obj):
+        if type(obj) is not torch.Tensor or not self._shortcut or not _is_plain(obj):
             return NotImplemented
         arguments: tuple[Any, ...] = (
             _StorageReference(self._typed(obj.untyped_storage(), obj.dtype, None)),
@@ -148,6 +152,7 @@ class _StoragePickler(pickle.Pickler):
             raise RuntimeError("Cannot save multiple tensors or storages that view the same data as different types")
 
 
+_TORCHS_REDUCE_EX = torch.Tensor.__reduce_ex__
 _NEW_DTYPES = torch.storage._new_dtypes()  # pickled as untyped storages, through _rebuild_tensor_v3
 _PLAIN_DEVICES = ("cpu", "cuda")
 

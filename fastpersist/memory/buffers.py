@@ -1,64 +1,29 @@
-"""Page-aligned buffers, lent by a bounded pool.
-
-A buffer is a private anonymous mapping: huge pages are advised (they halve the kernel's cost of pinning), its pages are
-faulted in before first use, and MADV_DONTFORK keeps a forked child from sharing pages that a device may be writing.
-"""
+"""Buffers for transfers, lent by a bounded pool that is shared by all saves and loads of the process."""
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import logging
-import mmap
 import os
 import threading
 import time
 import weakref
 
 from fastpersist.errors import PoolExhausted
-from fastpersist.memory.alignment import PAGE_NBYTES, next_power_of_two, round_up
+from fastpersist.memory.alignment import next_power_of_two
+from fastpersist.memory.pages import Pages
 
-log = logging.getLogger("fastpersist")
-
-HUGE_PAGE_NBYTES = 2 << 20
 SMALLEST_BUFFER_NBYTES = 64 << 10
 DEFAULT_POOL_NBYTES = 64 << 20
-MADV_POPULATE_WRITE = 23  # Linux 5.14, <linux/mman.h>; the mmap module does not name it
 
 
-def view_memory(address: int, nbytes: int) -> memoryview:
-    """A writable byte view of raw memory. The caller keeps that memory alive for as long as the view is used."""
-    return memoryview((ctypes.c_ubyte * nbytes).from_address(address)).cast("B")
+class AlignedBuffer(Pages):
+    """Pages that are resident from the start, and not inherited by forked children."""
 
-
-class AlignedBuffer:
-    """``nbytes`` of zeroed memory at a page-aligned ``address`` (huge-page-aligned from 2 MiB on).
-
-    Every holder of an address keeps a reference to the buffer: the mapping goes away with the object.
-    """
-
-    __slots__ = ("__weakref__", "_mapping", "address", "nbytes", "view")
+    __slots__ = ()
 
     def __init__(self, nbytes: int) -> None:
-        self.nbytes = round_up(nbytes, PAGE_NBYTES)
-        alignment = HUGE_PAGE_NBYTES if self.nbytes >= HUGE_PAGE_NBYTES else mmap.PAGESIZE
-        slack = alignment if alignment > mmap.PAGESIZE else 0
-        self._mapping = mmap.mmap(-1, self.nbytes + slack, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        base = ctypes.addressof(ctypes.c_ubyte.from_buffer(self._mapping))
-        start = round_up(base, alignment) - base
-        self.address = base + start
-        self.view = memoryview(self._mapping)[start : start + self.nbytes]
-        self._advise(start)
-
-    def _advise(self, start: int) -> None:
-        if self.nbytes >= HUGE_PAGE_NBYTES:
-            with contextlib.suppress(OSError):  # a kernel without transparent huge pages: small pages serve as well
-                self._mapping.madvise(mmap.MADV_HUGEPAGE)
-        self._mapping.madvise(mmap.MADV_DONTFORK)
-        try:
-            self._mapping.madvise(MADV_POPULATE_WRITE, start, self.nbytes)
-        except OSError:  # before Linux 5.14: touch each page instead
-            ctypes.memset(self.address, 0, self.nbytes)
+        super().__init__(nbytes)
+        self.keep_from_children()
+        self.populate()
 
 
 class BufferPool:

@@ -16,8 +16,9 @@ import numpy as np
 
 from fastpersist.archive import zipformat
 from fastpersist.archive.layout import ArchivePlan, Int64Array
-from fastpersist.memory.buffers import AlignedBuffer, view_memory
+from fastpersist.memory.buffers import AlignedBuffer
 from fastpersist.memory.checksum import crc32
+from fastpersist.memory.pages import view_memory
 from fastpersist.transfer.extents import Direct
 
 CopyFromDevice = Callable[[int, int, memoryview], None]

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from fastpersist.errors import PoolExhausted
-from fastpersist.memory import buffers
-from fastpersist.memory.buffers import AlignedBuffer, BufferPool, shared_pool, view_memory
+from fastpersist.memory.buffers import AlignedBuffer, BufferPool, shared_pool
+from fastpersist.memory.pages import Pages, view_memory
 
 KIB, MIB = 1 << 10, 1 << 20
 
@@ -39,9 +39,22 @@ def test_pages_are_private_huge_where_possible_and_not_inherited() -> None:
     assert "hg" in flags  # MADV_HUGEPAGE
 
 
-def test_without_populate_the_pages_are_touched_instead(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(buffers, "MADV_POPULATE_WRITE", 9999)
-    assert _mapped_kib(AlignedBuffer(MIB).address, "Rss") >= KIB
+def test_a_kernel_that_cannot_populate_does_no_harm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fastpersist.memory.pages.MADV_POPULATE_WRITE", 9999)
+    buffer = AlignedBuffer(MIB)
+    buffer.view[:] = b"x" * MIB
+    assert bytes(buffer.view) == b"x" * MIB
+
+
+def test_pages_are_inherited_unless_kept_from_children() -> None:
+    assert "dc" not in _flags_of_mapping(Pages(4 * MIB))
+
+
+def test_populating_keeps_what_was_written() -> None:
+    pages = Pages(MIB)
+    pages.view[:3] = b"abc"
+    pages.populate()
+    assert bytes(pages.view[:3]) == b"abc"
 
 
 def test_the_pool_reuses_what_was_released() -> None:
@@ -147,5 +160,5 @@ def _mapped_kib(address: int, field: str) -> int:
     return next(int(line.split()[1]) for line in _mapping_of(address) if line.startswith(f"{field}:"))
 
 
-def _flags_of_mapping(buffer: AlignedBuffer) -> list[str]:
+def _flags_of_mapping(buffer: Pages) -> list[str]:
     return next(line for line in _mapping_of(buffer.address) if line.startswith("VmFlags:")).split()[1:]

@@ -142,15 +142,13 @@ def test_a_residual_continues_where_aligned_progress_ended(path: str, short: int
     assert Path(path).read_bytes() == content
 
 
-def test_a_short_read_at_the_end_leaves_a_residual_that_finds_nothing(path: str) -> None:
+def test_a_short_read_at_the_end_is_the_end(path: str) -> None:
     Path(path).write_bytes(b"x" * 5000)
     buffer = AlignedBuffer(16384)
     with open_engine("posix") as engine, engine.open(path, "r") as file:
+        if not file.direct:
+            pytest.skip("direct I/O is not to be had in the test's directory")
         engine.submit(Read(file, buffer.address, 16384, 0, owner=buffer))
-        (first,) = collect(engine)
-        assert first.residual is not None
-        engine.submit(first.residual)
-        (second,) = collect(engine)
-    assert first.error is None
-    assert second.error is None
+        (completion,) = collect(engine)
+    assert (completion.transferred, completion.error, completion.residual) == (5000, None, None)
     assert bytes(buffer.view[:5000]) == b"x" * 5000

@@ -1,0 +1,120 @@
+"""Keeps a deep queue of requests in an engine: judges every completion, resubmits what is left of short transfers.
+
+Memory is safe on every way out: whatever ends a run, an exception or Ctrl-C, what is in flight is waited for first, and only
+then do buffers go back to the pool.
+"""
+
+from __future__ import annotations
+
+import errno
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Self
+
+from fastpersist.engines import Completion, Engine, Request
+from fastpersist.errors import TransferError
+from fastpersist.memory.buffers import AlignedBuffer, BufferPool
+
+MAX_STALLS = 100
+STALL_PAUSE_SECONDS = 0.005
+
+Failure = Callable[[Request, int, str], TransferError]
+"""(request, errno, hint): the error to raise for a request that failed."""
+
+Finished = Callable[[int], None]
+"""Called when a request has ended well, with the file offset it came to: less than it asked for at the end of a file."""
+
+
+@dataclass(slots=True)
+class _Tag:
+    """What the pipeline keeps of a request in flight."""
+
+    finished: Finished | None
+    buffer: AlignedBuffer | None
+    stalls: int = 0
+
+
+class Pipeline:
+    """Up to ``queue_depth`` requests at a time on one engine. A context manager: leaving it, nothing is in flight."""
+
+    def __init__(
+        self, engine: Engine, pool: BufferPool, *, queue_depth: int, failure: Failure, moved: Callable[[int], None]
+    ) -> None:
+        """``moved`` is told the bytes of each completed transfer."""
+        self._engine = engine
+        self._pool = pool
+        self._queue_depth = queue_depth
+        self._failure = failure
+        self._moved = moved
+        self._lent: set[AlignedBuffer] = set()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            self._engine.drain()
+        finally:
+            for buffer in self._lent:
+                self._pool.release(buffer)
+            self._lent.clear()
+
+    def submit(self, request: Request, *, buffer: AlignedBuffer | None = None, finished: Finished | None = None) -> None:
+        """Start a request as soon as there is room. ``buffer``, if it came from ``borrow``, goes back when it ends."""
+        self.make_room()
+        self._engine.submit(replace(request, tag=_Tag(finished, buffer)))
+
+    def make_room(self) -> None:
+        """Wait until one more request may start."""
+        while self._engine.in_flight >= self._queue_depth:
+            self.reap()
+
+    def finish(self) -> None:
+        """Wait until every request has ended well. Raises the failure of the first that has not."""
+        while self._engine.in_flight:
+            self.reap()
+
+    def borrow(self, nbytes: int) -> AlignedBuffer:
+        """A buffer from the pool, waiting for requests of this pipeline to give one back where that is needed."""
+        while (buffer := self._pool.try_acquire(nbytes)) is None:
+            if not self._engine.in_flight:
+                buffer = self._pool.acquire(nbytes)  # other saves and loads hold the whole pool
+                break
+            self.reap()
+        self._lent.add(buffer)
+        return buffer
+
+    def give_back(self, buffer: AlignedBuffer) -> None:
+        """Return a borrowed buffer that no request uses any more."""
+        self._lent.discard(buffer)
+        self._pool.release(buffer)
+
+    def reap(self) -> None:
+        """Wait for at least one completion, and act on all that are there."""
+        for completion in self._engine.wait():
+            self._settle(completion, completion.request.tag)
+
+    def _settle(self, completion: Completion, tag: _Tag) -> None:
+        request = completion.request
+        if completion.error is not None:
+            raise self._failure(request, completion.error.errno or errno.EIO, "") from completion.error
+        self._moved(completion.transferred)
+        if completion.residual is not None:
+            self._pause_if_stalled(completion, tag)
+            self._engine.submit(completion.residual)
+            return
+        if tag.finished is not None:
+            tag.finished(request.file_offset + completion.transferred)
+        if tag.buffer is not None:
+            self.give_back(tag.buffer)
+
+    def _pause_if_stalled(self, completion: Completion, tag: _Tag) -> None:
+        if completion.transferred:
+            tag.stalls = 0
+            return
+        tag.stalls += 1
+        if tag.stalls > MAX_STALLS:
+            raise self._failure(completion.request, errno.EIO, f"{MAX_STALLS} attempts made no progress")
+        if tag.stalls > 1:
+            time.sleep(STALL_PAUSE_SECONDS)
