@@ -6,7 +6,6 @@ import contextlib
 import os
 import time
 from collections.abc import Iterator
-from pathlib import PurePath
 
 import numpy as np
 
@@ -155,11 +154,10 @@ def _write(
 
 
 def _prefix(path: str | os.PathLike[str]) -> str:
-    """Folder name inside the zip: the file's name without its last extension, as torch has it."""
-    name = PurePath(os.fsdecode(path)).name
+    """Folder name inside the zip: the file's name without its last extension; "archive" where that is empty or not ASCII.
+
+    So torch has it, which also splits names at a backslash.
+    """
+    name = os.path.basename(os.fsdecode(path)).rpartition("\\")[2]
     stem = name.rpartition(".")[0] if "." in name else name
-    try:
-        stem.encode()
-    except UnicodeEncodeError:  # a name that is no UTF-8 cannot stand in a zip of UTF-8 names
-        return "archive"
-    return stem or "archive"
+    return stem if stem and name.isascii() else "archive"

@@ -155,6 +155,7 @@ class _StoragePickler(pickle.Pickler):
 _TORCHS_REDUCE_EX = torch.Tensor.__reduce_ex__
 _NEW_DTYPES = torch.storage._new_dtypes()  # pickled as untyped storages, through _rebuild_tensor_v3
 _PLAIN_DEVICES = ("cpu", "cuda")
+_has_names = getattr(torch.Tensor, "has_names", None)  # older torch has named tensors, and refuses to pickle them
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
@@ -165,6 +166,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
         and not tensor.is_quantized
         and not tensor.is_nested
         and not tensor.__dict__
+        and not (_has_names is not None and _has_names(tensor))
         and tensor._backward_hooks is None
         and not torch._C._get_tensor_metadata(tensor)  # type: ignore[attr-defined]
     )
