@@ -1,0 +1,64 @@
+"""Parts of a state dict: which of its values are wanted, and what it is without the others.
+
+A value's path is the dict keys that lead to it, joined by dots: ``model.layers.0.weight`` may be
+``obj["model"]["layers.0.weight"]``, and ``optimizer.state.3.exp_avg`` is ``obj["optimizer"]["state"][3]["exp_avg"]``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+Selection = str | Iterable[str] | Callable[[str], bool]
+"""A prefix, several prefixes, or a function of the path. A prefix selects the value at that path and all below it."""
+
+MAX_DEPTH = 100
+
+
+def as_predicate(only: Selection) -> Callable[[str], bool]:
+    """The function of the path that ``only`` stands for. TypeError for what is none of its forms, ValueError if empty."""
+    if callable(only):
+        return only
+    prefixes = [only] if isinstance(only, str) else list(only)
+    if not prefixes:
+        raise ValueError("only= names no prefix: nothing would be loaded")
+    for prefix in prefixes:
+        if not isinstance(prefix, str) or not prefix:
+            raise TypeError(f"only= takes a function of the path, or prefixes as non-empty strings, not {prefix!r}")
+    starts = tuple(prefix if prefix.endswith(".") else f"{prefix}." for prefix in prefixes)
+    return lambda path: f"{path}.".startswith(starts)
+
+
+def walk(obj: Any, visit: Callable[[str, Any], bool]) -> None:
+    """Call ``visit(path, value)`` for every value of a nest of dicts that is no dict itself; delete it where that is False.
+
+    Dicts that lose all their values are deleted, too. Raises TypeError for an object that is no dict, for keys other than
+    strings and integers, and ValueError for a dict that contains itself.
+    """
+    if not isinstance(obj, dict):
+        raise TypeError(
+            f"only= needs a state dict, a dict of values or of further dicts; this checkpoint holds a {type(obj).__name__}"
+        )
+    _walk(obj, "", visit, 0)
+
+
+def _walk(obj: dict[Any, Any], path: str, visit: Callable[[str, Any], bool], depth: int) -> bool:
+    if depth > MAX_DEPTH:
+        raise ValueError(f"only= goes no deeper than {MAX_DEPTH} dicts: {path[:200]!r} is deeper, or contains itself")
+    for key in list(obj):
+        if not isinstance(key, str | int):
+            raise TypeError(f"only= knows keys that are strings or integers, not {key!r} at {path or 'the top'!r}")
+        value, place = obj[key], f"{path}.{key}" if path else str(key)
+        nested = isinstance(value, dict) and bool(value)
+        if not (_walk(value, place, visit, depth + 1) if nested else visit(place, value)):
+            del obj[key]
+    return bool(obj)
+
+
+def select(obj: Any, wanted: Callable[[str], bool]) -> Any:
+    """``obj`` with only those values whose path is wanted. KeyError, naming the top-level keys, if there is none."""
+    keys = list(obj) if isinstance(obj, dict) else []
+    walk(obj, lambda path, _: bool(wanted(path)))
+    if not obj:
+        raise KeyError(f"only= selects nothing; the top-level keys are {', '.join(map(repr, keys[:20]))}")
+    return obj
