@@ -1,7 +1,7 @@
 """fastpersist: checkpoints of PyTorch models at the speed of the disk, never torn, never lost."""
 
 from fastpersist._version import __version__
-from fastpersist.checkpoint import save
+from fastpersist.checkpoint import inspect, load, save, verify
 from fastpersist.engines import Availability, Engine, available, open_engine
 from fastpersist.errors import (
     AlignmentError,
@@ -15,10 +15,11 @@ from fastpersist.errors import (
     QueueFull,
     TransferError,
 )
-from fastpersist.reports import SaveReport
+from fastpersist.reports import CheckpointInfo, RecordInfo, SaveReport, TensorInfo, VerifyReport
 
 __all__ = [
-    "AlignmentError", "Availability", "CheckpointFormatError", "CorruptCheckpointError", "Engine", "EngineStateError",
-    "EngineUnavailableError", "FastPersistError", "NotDurableError", "PoolExhausted", "QueueFull", "SaveReport",
-    "TransferError", "__version__", "available", "open_engine", "save",
+    "AlignmentError", "Availability", "CheckpointFormatError", "CheckpointInfo", "CorruptCheckpointError", "Engine",
+    "EngineStateError", "EngineUnavailableError", "FastPersistError", "NotDurableError", "PoolExhausted", "QueueFull",
+    "RecordInfo", "SaveReport", "TensorInfo", "TransferError", "VerifyReport", "__version__", "available", "inspect", "load",
+    "open_engine", "save", "verify",
 ]  # fmt: skip

@@ -3,25 +3,34 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
 from fastpersist.archive.layout import LAYOUTS, ArchivePlan, plan
 from fastpersist.archive.pickling import FlatObject, flatten
+from fastpersist.archive.selection import Selection, as_predicate, select
+from fastpersist.archive.unpickling import MapLocation, forced_weights_only, reads_no_data
 from fastpersist.engines import DEFAULT_BLOCK_NBYTES, Engine, File
 from fastpersist.memory.alignment import PAGE_NBYTES, round_up
 from fastpersist.memory.buffers import shared_pool
 from fastpersist.options import ready_engine, resolve_block_nbytes, resolve_queue_depth
 from fastpersist.progress import Progress, ProgressCounter, progress_reporter
-from fastpersist.reports import SaveReport
+from fastpersist.reports import CheckpointInfo, SaveReport, VerifyReport
 from fastpersist.transfer.extents import cut_into_blocks, plan_extents
 from fastpersist.transfer.image import ArchiveImage
+from fastpersist.transfer.inspection import describe
+from fastpersist.transfer.loading import Reading, check_file, load_records, load_with_torch, reading_engine
 from fastpersist.transfer.publish import Publication, resolve_target
+from fastpersist.transfer.source import CheckpointFile
 from fastpersist.transfer.staging import copy_from_device, host_addresses, residues
 from fastpersist.transfer.writer import write_blocks
+
+log = logging.getLogger("fastpersist")
 
 
 def save(
@@ -92,6 +101,86 @@ def save(
             block_nbytes=block_nbytes,
             queue_depth=queue_depth,
         )
+
+
+def load(
+    path: str | os.PathLike[str],
+    *,
+    map_location: MapLocation = None,
+    weights_only: bool = True,
+    mmap: bool = False,
+    verify: bool = False,
+    only: Selection | None = None,
+    engine: str | Engine = "auto",
+    block_nbytes: int | None = None,
+    queue_depth: int | None = None,
+    progress: bool | Progress = False,
+) -> Any:
+    """Load what ``torch.load`` would load from ``path``, by direct reads into the memory of the new tensors.
+
+    map_location, weights_only: as for torch.load; the restricted unpickler is torch's own. mmap: leave all to torch.load's
+    own mapping of the file. verify: check the stored CRC-32 of every record that is read. only: a prefix, several prefixes
+    or a function of the path (see fastpersist.archive.selection): only those values of a state dict are read, the others
+    are absent. engine: "auto" reads through the page cache where the file lies in it already. block_nbytes, queue_depth,
+    progress: as for save.
+
+    Files of torch before 1.6, and loads that read no data (FakeTensorMode, map_location="meta"), are left to torch.load.
+    Storages of 1 MiB and more have memory of their own, page-aligned where the file's offset is; smaller ones share memory
+    in pieces of about 1 MiB. Their memory cannot be resized in place.
+
+    Raises FileNotFoundError and its like, CheckpointFormatError for a file that is no checkpoint, truncated, or at odds
+    with itself, CorruptCheckpointError (a CheckpointFormatError) where a checksum does not match, pickle.UnpicklingError
+    with torch's message for what weights_only refuses, TypeError where ``only`` meets no state dict, KeyError where it
+    selects nothing, TransferError for a read that fails.
+    """
+    block_nbytes = resolve_block_nbytes(block_nbytes, engine)
+    queue_depth = resolve_queue_depth(queue_depth, engine)
+    weights_only = forced_weights_only(weights_only)
+    wanted = None if only is None else as_predicate(only)
+    with CheckpointFile(path) as source:
+        legacy = source.is_legacy()
+        if legacy:
+            log.info("%s: a file of torch before 1.6, left to torch.load", source.path)
+        directory = None if legacy else source.directory()
+        if directory is None or mmap or reads_no_data(map_location):
+            obj = load_with_torch(source.path, map_location=map_location, weights_only=weights_only, mmap=mmap)
+            return obj if wanted is None else select(obj, wanted)
+        with reading_engine(engine, source, block_nbytes, queue_depth) as (active, direct):
+            reading = Reading(active, direct, block_nbytes, queue_depth, verify, progress)
+            return load_records(source, directory, reading, wanted, map_location=map_location, weights_only=weights_only)
+
+
+def verify(path: str | os.PathLike[str], *, engine: str | Engine = "auto", progress: bool | Progress = False) -> VerifyReport:
+    """Read the whole file once, and check every header against the directory and every checksum against the data.
+
+    Returns a report if nothing is wrong. Raises CorruptCheckpointError for data that contradicts its checksum and
+    CheckpointFormatError for everything else: the first bad record is named, with its offset. A file of torch before 1.6
+    has no checksums and is refused.
+    """
+    started = time.perf_counter()
+    block_nbytes, queue_depth = resolve_block_nbytes(None, engine), resolve_queue_depth(None, engine)
+    with CheckpointFile(path) as source:
+        directory = source.zip_directory()
+        with reading_engine(engine, source, block_nbytes, queue_depth) as (active, direct):
+            reading = Reading(active, direct, block_nbytes, queue_depth, True, progress)
+            checked = check_file(source, directory, reading)
+    return VerifyReport(
+        path=source.path,
+        nbytes=source.nbytes,
+        records=len(checked),
+        records_without_checksum=sum(not record.checksummed for record in checked),
+        seconds=time.perf_counter() - started,
+        engine=active.name,
+    )
+
+
+def inspect(path: str | os.PathLike[str]) -> CheckpointInfo:
+    """What the checkpoint holds: records, their places and checksums, and the tensors' names, dtypes and shapes.
+
+    Only metadata is read. Raises CheckpointFormatError for a file that is no zip checkpoint, or at odds with itself.
+    """
+    with CheckpointFile(path) as source:
+        return describe(source, source.zip_directory())
 
 
 @contextlib.contextmanager

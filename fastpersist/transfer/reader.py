@@ -1,0 +1,271 @@
+"""Reads records straight into the memory of new storages: a deep queue, pages faulted in ahead, checksums in flight."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import threading
+from collections.abc import Callable, Generator, Sequence
+from functools import partial
+
+import torch
+
+from fastpersist.archive.directory import Directory, data_offsets
+from fastpersist.engines import Engine, File, Read, Request
+from fastpersist.errors import CheckpointFormatError, CorruptCheckpointError, TransferError
+from fastpersist.memory.alignment import PAGE_NBYTES, round_down, round_up
+from fastpersist.memory.buffers import AlignedBuffer, BufferPool
+from fastpersist.memory.checksum import crc32, crc32_combine
+from fastpersist.memory.pages import Pages
+from fastpersist.transfer.pipeline import Pipeline
+from fastpersist.transfer.regions import Region, is_large, plan_regions
+
+DTYPE_ALIGNMENT = 16
+"""The widest element (complex128): data at other offsets, which no torch writes, is copied to where it is aligned."""
+HEADER_WINDOW_NBYTES = 2 * PAGE_NBYTES
+"""A header's fixed part may lie across a page boundary."""
+
+KEY_PLACE = len("data/")
+
+Storages = dict[str, torch.UntypedStorage]
+
+
+class RecordReader:
+    """Reads records of one open file. ``path`` is the name that errors use; ``moved`` is told the bytes of transfers."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        file: File,
+        directory: Directory,
+        pool: BufferPool,
+        *,
+        path: str,
+        block_nbytes: int,
+        queue_depth: int,
+        moved: Callable[[int], None],
+    ) -> None:
+        self._engine = engine
+        self._file = file
+        self._directory = directory
+        self._pool = pool
+        self._path = path
+        self._block_nbytes = block_nbytes
+        self._queue_depth = queue_depth
+        self._moved = moved
+
+    def read_storages(self, wanted: Sequence[int], *, verify: bool) -> Storages:
+        """The storages of the records ``wanted`` (places in the directory, ascending), by key.
+
+        Raises CheckpointFormatError for headers that contradict the directory, CorruptCheckpointError with ``verify`` for
+        data that contradicts its checksum, TransferError for a read that fails.
+        """
+        with self._pipeline(lambda nbytes: None) as pipeline:
+            large = [record for record in wanted if is_large(int(self._directory.nbytes[record]))]
+            data_offsets = self._read_data_offsets(pipeline, large)
+        regions = plan_regions(self._directory, wanted, data_offsets)
+        memory = [Pages(region.nbytes) for region in regions]
+        sums = _BlockSums() if verify else None
+        with _PopulatedAhead(memory) as ready, self._pipeline(self._moved) as pipeline:
+            for number, (region, pages) in enumerate(zip(regions, memory, strict=True)):
+                ready(number)
+                self._submit_region(pipeline, region, pages, data_offsets, sums)
+            pipeline.finish()
+        storages: Storages = {}
+        for region, pages in zip(regions, memory, strict=True):
+            self._take_storages(region, pages, data_offsets, sums, storages)
+        return storages
+
+    def _pipeline(self, moved: Callable[[int], None]) -> Pipeline:
+        return Pipeline(self._engine, self._pool, queue_depth=self._queue_depth, failure=self._failure, moved=moved)
+
+    def _failure(self, request: Request, code: int, hint: str) -> TransferError:
+        return TransferError(code, "cannot read", self._path, offset=request.file_offset, nbytes=request.nbytes, hint=hint)
+
+    def _read_data_offsets(self, pipeline: Pipeline, large: Sequence[int]) -> dict[int, int]:
+        """Where the data of each large record starts: only its header tells, and all headers are asked for at once."""
+        offsets: dict[int, int] = {}
+        for record in large:
+            buffer = pipeline.borrow(HEADER_WINDOW_NBYTES)
+            header = int(self._directory.header_offsets[record])
+            start = round_down(header, PAGE_NBYTES)
+            nbytes = min(HEADER_WINDOW_NBYTES, round_up(self._directory.file_nbytes, PAGE_NBYTES) - start)
+            view = buffer.view[header - start :]
+
+            def finished(reached: int, record: int = record, header: int = header, view: memoryview = view) -> None:
+                offsets[record] = self._data_offsets((record,), view, header)[0]
+
+            pipeline.submit(Read(self._file, buffer.address, nbytes, start, owner=buffer), buffer=buffer, finished=finished)
+        pipeline.finish()
+        return offsets
+
+    def _data_offsets(self, records: Sequence[int], content: memoryview, file_offset: int) -> list[int]:
+        try:
+            return [int(start) for start in data_offsets(self._directory, records, content, file_offset)]
+        except CheckpointFormatError as error:
+            raise CheckpointFormatError(f"{self._path}: {error}") from None
+
+    def _submit_region(
+        self, pipeline: Pipeline, region: Region, pages: Pages, data_offsets: dict[int, int], sums: _BlockSums | None
+    ) -> None:
+        for start in range(0, region.nbytes, self._block_nbytes):
+            nbytes = min(self._block_nbytes, region.nbytes - start)
+            file_offset = region.file_offset + start
+            summed = None
+            if sums is not None and is_large(int(self._directory.nbytes[region.records[0]])):
+                record = region.records[0]
+                data_start = data_offsets[record]
+                low = max(file_offset, data_start)
+                high = min(file_offset + nbytes, data_start + int(self._directory.nbytes[record]))
+                data = pages.view[low - region.file_offset : high - region.file_offset]
+                summed = partial(sums.add, record, low, data)
+            finished = partial(self._finish_block, min(file_offset + nbytes, self._directory.file_nbytes), summed)
+            pipeline.submit(Read(self._file, pages.address + start, nbytes, file_offset, owner=pages), finished=finished)
+
+    def _finish_block(self, expected: int, summed: Callable[[], None] | None, reached: int) -> None:
+        if reached < expected:
+            raise TransferError(
+                errno.EIO,
+                "cannot read",
+                self._path,
+                offset=reached,
+                nbytes=expected - reached,
+                hint="the file was cut meanwhile",
+            )
+        if summed is not None:
+            summed()
+
+    def _take_storages(
+        self, region: Region, pages: Pages, data_offsets: dict[int, int], sums: _BlockSums | None, storages: Storages
+    ) -> None:
+        """Make the storages of a region that has been read: views into its pages."""
+        whole = torch.frombuffer(pages.view, dtype=torch.uint8).untyped_storage()
+        names, sizes = self._directory.names, self._directory.nbytes[list(region.records)].tolist()
+        if region.records[0] in data_offsets:
+            starts = [data_offsets[region.records[0]]]
+        else:
+            starts = self._data_offsets(region.records, pages.view, region.file_offset)
+        for record, start, nbytes in zip(region.records, starts, sizes, strict=True):
+            place = start - region.file_offset
+            if sums is not None:
+                found = sums.total(record) if is_large(nbytes) else crc32(pages.view[place : place + nbytes])
+                self._check_sum(record, start, found)
+            storages[names[record][KEY_PLACE:]] = _storage_at(whole, pages, place, nbytes)
+
+    def _check_sum(self, record: int, start: int, found: int) -> None:
+        expected = self._directory.checksums[record]
+        if expected not in (0, found):  # 0: written without a checksum
+            raise CorruptCheckpointError(
+                f"{self._path}: record {self._directory.names[record]!r} (offset {start}, "
+                f"{self._directory.nbytes[record]} bytes) has the checksum {found:08x}, the directory says {expected:08x}"
+            )
+
+
+def _storage_at(whole: torch.UntypedStorage, pages: Pages, place: int, nbytes: int) -> torch.UntypedStorage:
+    if nbytes == 0:
+        return torch.UntypedStorage(0)  # type: ignore[no-untyped-call]
+    if (pages.address + place) % DTYPE_ALIGNMENT:
+        copy = torch.UntypedStorage(nbytes)  # type: ignore[no-untyped-call]
+        ctypes.memmove(copy.data_ptr(), pages.address + place, nbytes)
+        return copy
+    view: torch.UntypedStorage = whole[place : place + nbytes]
+    return view
+
+
+class _BlockSums:
+    """Checksums of the blocks of large records, which complete in any order."""
+
+    def __init__(self) -> None:
+        self._parts: dict[int, list[tuple[int, int, int]]] = {}
+
+    def add(self, record: int, offset: int, data: memoryview) -> None:
+        """Account for a part of a record; it is summed here, while other blocks are in flight."""
+        self._parts.setdefault(record, []).append((offset, crc32(data), len(data)))
+
+    def total(self, record: int) -> int:
+        """Checksum of the whole record."""
+        total = 0
+        for _, checksum, nbytes in sorted(self._parts.pop(record)):
+            total = crc32_combine(total, checksum, nbytes)
+        return total
+
+
+class _PopulatedAhead:
+    """A worker that faults memory in, piece by piece, ahead of the reads; ``ready(number)`` waits for one piece.
+
+    Without it the kernel would fault page by page, inside the transfers: several times slower where threads do them.
+    """
+
+    def __init__(self, memory: Sequence[Pages]) -> None:
+        self._memory = memory
+        self._done = 0
+        self._stop = False
+        self._progress = threading.Condition()
+        self._thread = threading.Thread(target=self._work, name="fastpersist-populate", daemon=True)
+
+    def __enter__(self) -> Callable[[int], None]:
+        self._thread.start()
+        return self._wait
+
+    def __exit__(self, *_: object) -> None:
+        self._stop = True
+        self._thread.join()
+
+    def _work(self) -> None:
+        for pages in self._memory:
+            if self._stop:
+                break
+            pages.populate()
+            with self._progress:
+                self._done += 1
+                self._progress.notify()
+
+    def _wait(self, number: int) -> None:
+        with self._progress:
+            self._progress.wait_for(lambda: self._done > number)
+
+
+def stream_blocks(
+    engine: Engine,
+    file: File,
+    nbytes: int,
+    pool: BufferPool,
+    *,
+    path: str,
+    block_nbytes: int,
+    queue_depth: int,
+    moved: Callable[[int], None],
+) -> Generator[memoryview, None, None]:
+    """The whole file of ``nbytes``, block by block in order, each valid until the next is asked for; reads run ahead."""
+
+    def failure(request: Request, code: int, hint: str) -> TransferError:
+        return TransferError(code, "cannot read", path, offset=request.file_offset, nbytes=request.nbytes, hint=hint)
+
+    with Pipeline(engine, pool, queue_depth=queue_depth, failure=failure, moved=moved) as pipeline:
+        arrived: set[int] = set()
+        ahead: list[tuple[int, AlignedBuffer]] = []
+        offsets = iter(range(0, nbytes, block_nbytes))
+        upcoming = next(offsets, None)
+        while upcoming is not None or ahead:
+            while upcoming is not None and len(ahead) < queue_depth:
+                size = min(block_nbytes, round_up(nbytes - upcoming, PAGE_NBYTES))
+                if ahead and pool.max_nbytes - pool.lent_nbytes < size:
+                    break
+                buffer = pipeline.borrow(size)
+                request = Read(file, buffer.address, size, upcoming, owner=buffer)
+                pipeline.submit(request, finished=partial(_arrive, arrived, upcoming, min(upcoming + size, nbytes), path))
+                ahead.append((upcoming, buffer))
+                upcoming = next(offsets, None)
+            offset, buffer = ahead.pop(0)
+            while offset not in arrived:
+                pipeline.reap()
+            yield buffer.view[: min(block_nbytes, nbytes - offset)]
+            pipeline.give_back(buffer)
+
+
+def _arrive(arrived: set[int], offset: int, expected: int, path: str, reached: int) -> None:
+    if reached < expected:
+        raise TransferError(
+            errno.EIO, "cannot read", path, offset=reached, nbytes=expected - reached, hint="the file was cut meanwhile"
+        )
+    arrived.add(offset)
