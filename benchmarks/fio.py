@@ -1,0 +1,56 @@
+"""The disk's own speed, as fio measures it: what a save can hope for."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+
+QUEUE_DEPTH = 8
+_ENGINES = ("io_uring", "psync")
+_TIMEOUT_SECONDS = 300
+
+
+def usable_engine(folder: Path) -> tuple[str | None, str]:
+    """fio's I/O engine that works in ``folder`` (io_uring, else psync), or None, and what to tell the reader."""
+    if shutil.which("fio") is None:
+        return None, "fio is not installed: no ratio to the disk's own speed"
+    failure = ""
+    for engine in _ENGINES:
+        try:
+            write_rate(folder / "fio-trial", 1 << 20, 1 << 20, engine)
+        except RuntimeError as error:
+            failure = str(error)
+        else:
+            return engine, f"fio: ioengine {engine}, direct, queue depth {QUEUE_DEPTH}"
+    return None, f"fio cannot write here ({failure}): no ratio to the disk's own speed"
+
+
+def write_rate(path: Path, nbytes: int, block_nbytes: int, engine: str) -> float:
+    """Bytes per second, fsync included, of writing ``nbytes`` of fresh random data to the new file ``path``.
+
+    The file is deleted. Raises RuntimeError with fio's words if it fails.
+    """
+    arguments = {
+        "name": "ceiling",
+        "filename": path.name,  # with a path it would split at colons
+        "rw": "write",
+        "size": nbytes,
+        "bs": block_nbytes,
+        "ioengine": engine,
+        "iodepth": QUEUE_DEPTH,
+        "direct": 1,
+        "end_fsync": 1,
+        "refill_buffers": 1,
+        "output-format": "json",
+    }
+    command = ["fio", *(f"--{key}={value}" for key, value in arguments.items())]
+    try:
+        done = subprocess.run(command, cwd=path.parent, capture_output=True, text=True, check=False, timeout=_TIMEOUT_SECONDS)
+    finally:
+        path.unlink(missing_ok=True)
+    if done.returncode != 0:
+        raise RuntimeError(done.stderr.strip() or f"fio ended with status {done.returncode}")
+    # Warnings may stand before the JSON.
+    return float(json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0]["write"]["bw_bytes"])

@@ -1,0 +1,182 @@
+"""Models built from configurations kept here, with random weights. Nothing is downloaded."""
+
+from __future__ import annotations
+
+import enum
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from room import GIB, find_shortage
+
+# Both are read when transformers is imported.
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+try:
+    from transformers import (
+        GPT2Config,
+        GPT2LMHeadModel,
+        LlamaConfig,
+        LlamaForCausalLM,
+        Phi3Config,
+        Phi3ForCausalLM,
+        PreTrainedModel,
+        T5Config,
+        T5ForConditionalGeneration,
+    )
+except ModuleNotFoundError as error:
+    raise SystemExit(f"{error}: install the extra that the benchmarks need, pip install 'fastpersist[bench]'") from error
+
+_SEQUENCE_LENGTH = 8
+# In float16 the default of 1e-8 rounds to zero, and an unused weight becomes 0/0.
+_ADAMW_EPSILON = {torch.float32: 1e-8, torch.float16: 1e-6}
+
+
+class ModelName(enum.StrEnum):
+    """What --model takes."""
+
+    TINY_T5 = "tiny-t5"
+    GPT2_LARGE = "gpt2-large"
+    PHI3 = "phi3"
+    LLAMA3_1B = "llama3-1B"
+    AUTO = "auto"
+
+
+_AUTO_ORDER = (ModelName.GPT2_LARGE, ModelName.TINY_T5)
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """How to build the checkpoint of a model. ``optimizer``: with AdamW's state after one step, ``fused`` or not."""
+
+    model: ModelName
+    half: bool = False
+    optimizer: bool = False
+    fused: bool = False
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the weights."""
+        return torch.float16 if self.half else torch.float32
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """Bytes that the saved file and the building of its content take."""
+
+    file_nbytes: int
+    memory_nbytes: int
+
+
+def _tiny_t5() -> PreTrainedModel:
+    """The shape of t5-efficient-tiny."""
+    config = T5Config(d_model=256, d_kv=64, d_ff=1024, num_layers=4, num_heads=4, decoder_start_token_id=0)
+    return T5ForConditionalGeneration(config)
+
+
+def _gpt2_large() -> PreTrainedModel:
+    return GPT2LMHeadModel(GPT2Config(n_embd=1280, n_layer=36, n_head=20))
+
+
+def _phi3() -> PreTrainedModel:
+    """The shape of Phi-3.5-mini."""
+    config = Phi3Config(
+        vocab_size=32064,
+        hidden_size=3072,
+        intermediate_size=8192,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        tie_word_embeddings=False,
+    )
+    return Phi3ForCausalLM(config)
+
+
+def _llama3_1b() -> PreTrainedModel:
+    """The shape of Llama-3.2-1B."""
+    config = LlamaConfig(
+        vocab_size=128256,
+        hidden_size=2048,
+        intermediate_size=8192,
+        num_hidden_layers=16,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=64,
+        tie_word_embeddings=True,
+    )
+    return LlamaForCausalLM(config)
+
+
+_BUILDERS: dict[ModelName, Callable[[], PreTrainedModel]] = {
+    ModelName.TINY_T5: _tiny_t5,
+    ModelName.GPT2_LARGE: _gpt2_large,
+    ModelName.PHI3: _phi3,
+    ModelName.LLAMA3_1B: _llama3_1b,
+}
+
+
+def choose_model(folder: Path, *, half: bool, optimizer: bool) -> tuple[ModelName, str]:
+    """What "auto" stands for here, and why: the largest of its candidates that memory and the disk of ``folder`` hold."""
+    refusals: list[str] = []
+    for name in _AUTO_ORDER:
+        wanted = needs(Recipe(name, half=half, optimizer=optimizer))
+        shortage = find_shortage(folder, file_nbytes=wanted.file_nbytes, memory_nbytes=wanted.memory_nbytes)
+        if shortage is None:
+            break
+        refusals.append(f"not {name}, for {shortage}")
+    return name, "; ".join(refusals) or "memory and disk suffice"
+
+
+def needs(recipe: Recipe) -> Needs:
+    """Counted on a model without memory. An optimizer adds two moments to the file and, while it steps, the gradients."""
+    with torch.device("meta"):
+        model = _BUILDERS[recipe.model]()
+    weights_nbytes = sum(weight.numel() for weight in model.parameters()) * recipe.dtype.itemsize
+    return Needs(
+        file_nbytes=weights_nbytes * (3 if recipe.optimizer else 1),
+        memory_nbytes=weights_nbytes * (4 if recipe.optimizer else 1) + _largest_temporaries_nbytes(recipe, model),
+    )
+
+
+def _largest_temporaries_nbytes(recipe: Recipe, model: PreTrainedModel) -> int:
+    """AdamW works on one weight at a time, through a few temporaries of its size."""
+    largest_nbytes = max(weight.numel() for weight in model.parameters()) * recipe.dtype.itemsize
+    return 4 * largest_nbytes if recipe.optimizer else 0
+
+
+def build_checkpoint(recipe: Recipe, device: str) -> dict[str, object]:
+    """{"model": state dict} and, if asked for, "optimizer": AdamW's state after a forward, a backward and a step."""
+    model = _build(recipe, device)
+    checkpoint: dict[str, object] = {"model": model.state_dict()}
+    if recipe.optimizer:
+        checkpoint["optimizer"] = _step(model, recipe).state_dict()
+    return checkpoint
+
+
+def _build(recipe: Recipe, device: str) -> PreTrainedModel:
+    """Made in its final type and place: a conversion afterwards would need both in memory."""
+    previous = torch.get_default_dtype()
+    torch.set_default_dtype(recipe.dtype)
+    try:
+        with torch.device(device):
+            return _BUILDERS[recipe.model]()
+    finally:
+        torch.set_default_dtype(previous)
+
+
+def _step(model: PreTrainedModel, recipe: Recipe) -> torch.optim.AdamW:
+    """One step on a tiny random batch. The gradients are given up: they are no part of a checkpoint."""
+    epsilon = _ADAMW_EPSILON[recipe.dtype]
+    optimizer = torch.optim.AdamW(model.parameters(), eps=epsilon, fused=recipe.fused or None)
+    tokens = torch.randint(0, model.config.vocab_size, (1, _SEQUENCE_LENGTH), device=model.device)
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return optimizer
+
+
+def describe(recipe: Recipe, payload: int) -> str:
+    """One line for the reader of the figures."""
+    state = f", AdamW state{' (fused)' if recipe.fused else ''} after one step" if recipe.optimizer else ""
+    return f"model: {recipe.model}, {recipe.dtype}{state}, {payload / GIB:.2f} GiB"
