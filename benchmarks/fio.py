@@ -1,4 +1,4 @@
-"""The disk's own speed, as fio measures it: what a save can hope for."""
+"""The disk's own speed, as fio measures it: what a save or a load can hope for."""
 
 from __future__ import annotations
 
@@ -32,25 +32,32 @@ def write_rate(path: Path, nbytes: int, block_nbytes: int, engine: str) -> float
 
     The file is deleted. Raises RuntimeError with fio's words if it fails.
     """
+    try:
+        return _rate(path, "write", block_nbytes, engine, size=nbytes, end_fsync=1, refill_buffers=1)
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def read_rate(path: Path, block_nbytes: int, engine: str) -> float:
+    """Bytes per second of reading the existing file ``path`` from beginning to end. Raises RuntimeError with fio's words."""
+    return _rate(path, "read", block_nbytes, engine)
+
+
+def _rate(path: Path, way: str, block_nbytes: int, engine: str, **more: int) -> float:
     arguments = {
         "name": "ceiling",
         "filename": path.name,  # with a path it would split at colons
-        "rw": "write",
-        "size": nbytes,
+        "rw": way,
         "bs": block_nbytes,
         "ioengine": engine,
         "iodepth": QUEUE_DEPTH,
         "direct": 1,
-        "end_fsync": 1,
-        "refill_buffers": 1,
         "output-format": "json",
+        **more,
     }
     command = ["fio", *(f"--{key}={value}" for key, value in arguments.items())]
-    try:
-        done = subprocess.run(command, cwd=path.parent, capture_output=True, text=True, check=False, timeout=_TIMEOUT_SECONDS)
-    finally:
-        path.unlink(missing_ok=True)
+    done = subprocess.run(command, cwd=path.parent, capture_output=True, text=True, check=False, timeout=_TIMEOUT_SECONDS)
     if done.returncode != 0:
         raise RuntimeError(done.stderr.strip() or f"fio ended with status {done.returncode}")
     # Warnings may stand before the JSON.
-    return float(json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0]["write"]["bw_bytes"])
+    return float(json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0][way]["bw_bytes"])

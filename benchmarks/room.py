@@ -14,6 +14,8 @@ from types import FrameType
 
 import psutil
 
+from fastpersist.memory.pages import Pages
+
 GIB = 1 << 30
 # Headroom for what the sums leave out: interpreter and libraries, pools and pickles; the filesystem's own blocks.
 SPARE_MEMORY_NBYTES = GIB
@@ -77,6 +79,11 @@ def ready_page_cache(path: Path, nbytes: int) -> None:
         for _ in range(0, ready_nbytes, _CHUNK_NBYTES):
             file.write(chunk)
     remove_and_settle(path)
+
+
+def ready_memory(nbytes: int) -> None:
+    """Touch and free ``nbytes`` of memory, for the same reason: a load must not be the one that has it given again."""
+    Pages(max(nbytes, 1)).populate()
 
 
 def free_disk_nbytes(folder: Path) -> int:
