@@ -88,6 +88,14 @@ def verify(
     raise typer.Exit(status)
 
 
+@app.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True}, add_help_option=False)
+def probe(context: typer.Context) -> None:
+    """Measure how fast a directory's drive can take a checkpoint, with which engine and sizes, and what is in the way."""
+    from fastpersist.probe import app as command  # the other commands do without what it imports
+
+    command(context.args, prog_name="fastpersist probe")
+
+
 def _complain(error: Exception) -> int:
     Console(stderr=True, soft_wrap=True, highlight=False).print(f"error: {error}", style="red", markup=False)
     return CORRUPT if isinstance(error, CheckpointFormatError) else UNREADABLE

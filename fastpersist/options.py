@@ -1,4 +1,6 @@
-"""Options of the verbs: arguments win over FASTPERSIST_* environment variables, and those over defaults. Checked here."""
+"""Options of the verbs: arguments win over FASTPERSIST_* environment variables, those over the profile that a probe saved for
+the path's filesystem (used with engine "auto" only), and that over defaults. Checked here.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +11,9 @@ from collections.abc import Iterator
 from fastpersist.engines import DEFAULT_BLOCK_NBYTES, DEFAULT_QUEUE_DEPTH, MAX_TRANSFER_NBYTES, Engine, open_engine
 from fastpersist.errors import AlignmentError
 from fastpersist.memory.alignment import PAGE_NBYTES, is_aligned
+from fastpersist.probing.profile import Profile, load_profile
+
+Path = str | os.PathLike[str]
 
 
 def _from_environment(variable: str) -> int | None:
@@ -21,13 +26,30 @@ def _from_environment(variable: str) -> int | None:
         raise ValueError(f"the environment variable {variable} must be a whole number, not {text!r}") from None
 
 
-def resolve_block_nbytes(block_nbytes: int | None, engine: str | Engine) -> int:
-    """Bytes of one transfer: argument, else FASTPERSIST_BLOCK_NBYTES, else the open engine's, else 8 MiB.
+def _whole_number(option: str, value: int | None) -> int | None:
+    if value is not None and not isinstance(value, int):
+        raise TypeError(f"{option} must be a whole number, not {value!r}")
+    return value
+
+
+def _profile(engine: str | Engine, path: Path | None) -> Profile | None:
+    """The profile of the path's filesystem, unless the engine was chosen without it: its sizes are that engine's."""
+    if path is None or engine != "auto":
+        return None
+    profile, named = load_profile(path), os.environ.get("FASTPERSIST_ENGINE") or "auto"
+    return profile if profile is not None and named in ("auto", profile.engine) else None
+
+
+def resolve_block_nbytes(block_nbytes: int | None, engine: str | Engine, path: Path | None = None) -> int:
+    """Bytes of one transfer: argument, else FASTPERSIST_BLOCK_NBYTES, else the open engine's or the profile's, else 8 MiB.
 
     Raises AlignmentError unless it is a multiple of 4096, ValueError if it is more than one transfer can move.
     """
+    block_nbytes = _whole_number("block_nbytes", block_nbytes)
     if block_nbytes is None:
         block_nbytes = _from_environment("FASTPERSIST_BLOCK_NBYTES")
+    if block_nbytes is None and (profile := _profile(engine, path)) is not None:
+        block_nbytes = profile.block_nbytes
     if block_nbytes is None:
         block_nbytes = engine.block_nbytes if isinstance(engine, Engine) else DEFAULT_BLOCK_NBYTES
     if block_nbytes <= 0 or not is_aligned(block_nbytes, PAGE_NBYTES):
@@ -37,14 +59,16 @@ def resolve_block_nbytes(block_nbytes: int | None, engine: str | Engine) -> int:
     return block_nbytes
 
 
-def resolve_queue_depth(queue_depth: int | None, engine: str | Engine) -> int:
-    """Requests in flight: argument, else FASTPERSIST_QUEUE_DEPTH, else the open engine's, else 8.
+def resolve_queue_depth(queue_depth: int | None, engine: str | Engine, path: Path | None = None) -> int:
+    """Requests in flight: argument, else FASTPERSIST_QUEUE_DEPTH, else the open engine's or the profile's, else 8.
 
     Raises ValueError below 1, and for more than an open engine was opened with.
     """
-    from_environment = queue_depth is None
+    from_environment = _whole_number("queue_depth", queue_depth) is None
     if queue_depth is None:
         queue_depth = _from_environment("FASTPERSIST_QUEUE_DEPTH")
+    if queue_depth is None and (profile := _profile(engine, path)) is not None:
+        queue_depth = profile.queue_depth
     opened = engine.queue_depth if isinstance(engine, Engine) else None
     if queue_depth is None:
         queue_depth = DEFAULT_QUEUE_DEPTH if opened is None else opened
@@ -69,7 +93,8 @@ def ready_engine(engine: str | Engine, path: str, block_nbytes: int, queue_depth
     if not isinstance(engine, str):
         raise TypeError(f"engine must be a name or an open engine, not {type(engine).__name__}")
     if engine == "auto":
-        engine = os.environ.get("FASTPERSIST_ENGINE") or "auto"
+        profile = _profile(engine, path)
+        engine = os.environ.get("FASTPERSIST_ENGINE") or ("auto" if profile is None else profile.engine)
     if engine == "memory":
         raise ValueError(
             "engine='memory' would drop the bytes with the engine: open it with open_engine('memory'), pass that, and read "
