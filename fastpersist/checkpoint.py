@@ -14,8 +14,9 @@ import numpy as np
 from fastpersist.archive.layout import LAYOUTS, ArchivePlan, plan
 from fastpersist.archive.pickling import FlatObject, flatten
 from fastpersist.archive.selection import Selection, as_predicate, select
-from fastpersist.archive.unpickling import MapLocation, forced_weights_only, reads_no_data
+from fastpersist.archive.unpickling import MapLocation, reads_no_data, resolve_weights_only
 from fastpersist.engines import DEFAULT_BLOCK_NBYTES, Engine, File
+from fastpersist.errors import as_transfer_error
 from fastpersist.memory.alignment import PAGE_NBYTES, round_up
 from fastpersist.memory.buffers import shared_pool
 from fastpersist.options import ready_engine, resolve_block_nbytes, resolve_queue_depth
@@ -24,7 +25,16 @@ from fastpersist.reports import CheckpointInfo, SaveReport, VerifyReport
 from fastpersist.transfer.extents import cut_into_blocks, plan_extents
 from fastpersist.transfer.image import ArchiveImage
 from fastpersist.transfer.inspection import describe
-from fastpersist.transfer.loading import Reading, check_file, load_records, load_with_torch, reading_engine
+from fastpersist.transfer.loading import (
+    Reading,
+    check_file,
+    load_legacy,
+    load_mapped,
+    load_records,
+    load_without_data,
+    path_named,
+    reading_engine,
+)
 from fastpersist.transfer.publish import Publication, resolve_target
 from fastpersist.transfer.source import CheckpointFile
 from fastpersist.transfer.staging import copy_from_device, host_addresses, residues
@@ -66,8 +76,8 @@ def save(
     started = time.perf_counter()
     if layout not in LAYOUTS:
         raise ValueError(f"unknown layout {layout!r}: use one of {', '.join(map(repr, LAYOUTS))}")
-    block_nbytes = resolve_block_nbytes(block_nbytes, engine)
-    queue_depth = resolve_queue_depth(queue_depth, engine)
+    block_nbytes = resolve_block_nbytes(block_nbytes, engine, path)
+    queue_depth = resolve_queue_depth(queue_depth, engine, path)
     target = resolve_target(path)
 
     with ready_engine(engine, target, block_nbytes, queue_depth) as active:
@@ -107,7 +117,7 @@ def load(
     path: str | os.PathLike[str],
     *,
     map_location: MapLocation = None,
-    weights_only: bool = True,
+    weights_only: bool | None = True,
     mmap: bool = False,
     verify: bool = False,
     only: Selection | None = None,
@@ -118,13 +128,13 @@ def load(
 ) -> Any:
     """Load what ``torch.load`` would load from ``path``, by direct reads into the memory of the new tensors.
 
-    map_location, weights_only: as for torch.load; the restricted unpickler is torch's own. mmap: leave all to torch.load's
-    own mapping of the file. verify: check the stored CRC-32 of every record that is read. only: a prefix, several prefixes
-    or a function of the path (see fastpersist.archive.selection): only those values of a state dict are read, the others
-    are absent. engine: "auto" reads through the page cache where the file lies in it already. block_nbytes, queue_depth,
-    progress: as for save.
+    map_location, weights_only: as for torch.load; the restricted unpickler is torch's own. mmap: map the file instead of
+    reading it, as torch.load(mmap=True) does. verify: check the stored CRC-32 of every record that is read. only: a
+    prefix, several prefixes or a function of the path (see fastpersist.archive.selection): only those values of a state
+    dict are read, the others are absent. engine: "auto" reads through the page cache where the file lies in it already.
+    block_nbytes, queue_depth, progress: as for save.
 
-    Files of torch before 1.6, and loads that read no data (FakeTensorMode, map_location="meta"), are left to torch.load.
+    FakeTensorMode and map_location="meta" read no data. Files of torch before 1.6 are left to torch.load.
     Storages of 1 MiB and more have memory of their own, page-aligned where the file's offset is; smaller ones share memory
     in pieces of about 1 MiB. Their memory cannot be resized in place.
 
@@ -133,17 +143,24 @@ def load(
     with torch's message for what weights_only refuses, TypeError where ``only`` meets no state dict, KeyError where it
     selects nothing, TransferError for a read that fails.
     """
-    block_nbytes = resolve_block_nbytes(block_nbytes, engine)
-    queue_depth = resolve_queue_depth(queue_depth, engine)
-    weights_only = forced_weights_only(weights_only)
+    block_nbytes = resolve_block_nbytes(block_nbytes, engine, path)
+    queue_depth = resolve_queue_depth(queue_depth, engine, path)
+    weights_only = resolve_weights_only(weights_only)
     wanted = None if only is None else as_predicate(only)
+    without_data = reads_no_data(map_location)
+    if verify and (mmap or without_data):
+        raise ValueError("verify=True checks data that is read, and this load reads none: call fastpersist.verify(path) first")
     with CheckpointFile(path) as source:
-        legacy = source.is_legacy()
-        if legacy:
+        if source.is_legacy():
             log.info("%s: a file of torch before 1.6, left to torch.load", source.path)
-        directory = None if legacy else source.directory()
-        if directory is None or mmap or reads_no_data(map_location):
-            obj = load_with_torch(source.path, map_location=map_location, weights_only=weights_only, mmap=mmap)
+            obj = load_legacy(source.path, map_location=map_location, weights_only=weights_only, mmap=mmap)
+            return obj if wanted is None else select(obj, wanted)
+        directory = source.directory()
+        if without_data or mmap:
+            if without_data:
+                obj = load_without_data(source, directory, map_location=map_location, weights_only=weights_only)
+            else:
+                obj = load_mapped(source, directory, map_location=map_location, weights_only=weights_only)
             return obj if wanted is None else select(obj, wanted)
         with reading_engine(engine, source, block_nbytes, queue_depth) as (active, direct):
             reading = Reading(active, direct, block_nbytes, queue_depth, verify, progress)
@@ -158,7 +175,8 @@ def verify(path: str | os.PathLike[str], *, engine: str | Engine = "auto", progr
     has no checksums and is refused.
     """
     started = time.perf_counter()
-    block_nbytes, queue_depth = resolve_block_nbytes(None, engine), resolve_queue_depth(None, engine)
+    block_nbytes = min(resolve_block_nbytes(None, engine, path), DEFAULT_BLOCK_NBYTES)  # of the pool
+    queue_depth = resolve_queue_depth(None, engine, path)
     with CheckpointFile(path) as source:
         directory = source.zip_directory()
         with reading_engine(engine, source, block_nbytes, queue_depth) as (active, direct):
@@ -179,7 +197,7 @@ def inspect(path: str | os.PathLike[str]) -> CheckpointInfo:
 
     Only metadata is read. Raises CheckpointFormatError for a file that is no zip checkpoint, or at odds with itself.
     """
-    with CheckpointFile(path) as source:
+    with CheckpointFile(path) as source, path_named(source):
         return describe(source, source.zip_directory())
 
 
@@ -231,14 +249,16 @@ def _write(
         checksum=checksum,
     )
     padded_nbytes = round_up(archive.file_nbytes, cut_nbytes)
-    engine.reserve(file, padded_nbytes)
+    with as_transfer_error("cannot reserve space for", target, nbytes=padded_nbytes):
+        engine.reserve(file, padded_nbytes)
     with progress_reporter(progress, os.path.basename(target)) as report:
         moved = ProgressCounter(report, archive.file_nbytes).add
         copied_nbytes = write_blocks(
             blocks, image, engine, file, shared_pool(), queue_depth=queue_depth, path=target, moved=moved
         )
     if padded_nbytes != archive.file_nbytes:
-        engine.resize(file, archive.file_nbytes)
+        with as_transfer_error("cannot set the length of", target, nbytes=archive.file_nbytes):
+            engine.resize(file, archive.file_nbytes)
     return archive, copied_nbytes
 
 

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
+from errno import EIO
+
+MAX_QUOTE_LENGTH = 200
 
 
 class FastPersistError(Exception):
@@ -62,6 +67,24 @@ class TransferError(FastPersistError, OSError):
         self.offset = offset
         self.nbytes = nbytes
         self.record = record
+
+
+def brief(value: str | bytes | BaseException) -> str:
+    """``value`` for a message: printable, on one line, and of bounded length whatever a hostile file put into it."""
+    if isinstance(value, BaseException):
+        return f"{type(value).__name__}: {brief(str(value)[:MAX_QUOTE_LENGTH])}"
+    return ascii(value[:MAX_QUOTE_LENGTH]) + ("..." if len(value) > MAX_QUOTE_LENGTH else "")
+
+
+@contextlib.contextmanager
+def as_transfer_error(action: str, path: str, *, nbytes: int | None = None) -> Iterator[None]:
+    """Raise the OSError of a system call within the block as a TransferError that says what was done to which file."""
+    try:
+        yield
+    except TransferError:
+        raise
+    except OSError as error:
+        raise TransferError(error.errno or EIO, action, path, nbytes=nbytes) from error
 
 
 class NotDurableError(TransferError):

@@ -91,6 +91,8 @@ def find_end(tail: bytes, file_nbytes: int) -> EndRecord:
     limit = base + position
     located = _end_64(tail, base, position)
     if located is not None:
+        if records not in (0xFFFF, located[1]):
+            raise CheckpointFormatError(f"the end records at offset {limit} give {records} and {located[1]} records")
         limit, records, nbytes, offset = located
     elif LIMIT_32 in (nbytes, offset) or records == 0xFFFF:
         raise CheckpointFormatError(f"the end record at offset {base + position} needs a zip64 record, which is missing")
@@ -104,15 +106,19 @@ def find_end(tail: bytes, file_nbytes: int) -> EndRecord:
 
 
 def _end_position(tail: bytes) -> int:
-    """Position of the end record whose comment reaches exactly to the end of the file; -1 if there is none."""
-    position = tail.rfind(b"PK\5\6")
+    """Position of the end record; -1 if there is none.
+
+    It is the one whose comment reaches to the end of the file or, where bytes were appended later, the last whole one.
+    """
+    last, position = -1, tail.rfind(b"PK\5\6", 0, max(len(tail) - _END.size + 4, 0))
     while position >= 0:
-        if position + _END.size <= len(tail):
-            comment_nbytes = _END.unpack_from(tail, position)[-1]
-            if position + _END.size + comment_nbytes == len(tail):
-                return position
+        comment_nbytes = _END.unpack_from(tail, position)[-1]
+        if position + _END.size + comment_nbytes == len(tail):
+            return position
+        if last < 0 and position + _END.size + comment_nbytes < len(tail):
+            last = position
         position = tail.rfind(b"PK\5\6", 0, position)
-    return -1
+    return last
 
 
 def _end_64(tail: bytes, base: int, position: int) -> tuple[int, int, int, int] | None:
@@ -165,9 +171,10 @@ def _find_entries(content: bytes, end: EndRecord) -> tuple[list[int], list[bytes
             position = start + name_nbytes + extra_nbytes + comment_nbytes
     except struct.error:
         position = len(content) + 1
-    if position > len(content):
+    if position != len(content):
         raise CheckpointFormatError(
-            f"entry {len(positions)} of {end.records} in the central directory at offset {end.directory_offset} is cut off"
+            f"the central directory at offset {end.directory_offset} does not hold {end.records} entries: number "
+            f"{len(positions)} is cut off, or more follow"
         )
     try:
         names = [name.decode() for name in raw_names]
@@ -238,8 +245,10 @@ def _arrange(
     """Put the records into file order, and check their names and that none overlaps the next."""
     # Ordinary zip programs list folders as well.
     listed = [place for place, name in enumerate(names) if not (name.endswith("/") and sizes[place] == 0)]
-    order = np.array(listed, np.int64)[np.argsort(offsets[listed], kind="stable")] if listed else np.zeros(0, np.int64)
-    prefix = names[0].partition("/")[0] if names else ""
+    order = np.array(listed, np.int64)[np.argsort(offsets[listed], kind="stable")]
+    if not listed:
+        raise CheckpointFormatError("this zip file is no checkpoint: it holds no records, and no data.pkl")
+    prefix = names[int(order[0])].partition("/")[0]
     short_names = _without_prefix([names[place] for place in order.tolist()], prefix)
     index = {name: place for place, name in enumerate(short_names)}
     if len(index) != len(short_names):
@@ -268,11 +277,12 @@ def _without_prefix(names: list[str], prefix: str) -> list[str]:
     for name in names:
         if not name.startswith(start) or name == start:
             raise CheckpointFormatError(f"record {name[:200]!r} does not lie under the checkpoint's folder {prefix!r}")
-    together = "/".join(names)
+    short_names = [name[len(start) :] for name in names]
+    together = "/".join(short_names)
     if not prefix or "\0" in together or "\\" in together or ".." in together.split("/"):
-        strange = next(name for name in names if not prefix or "\0" in name or "\\" in name or ".." in name.split("/"))
-        raise CheckpointFormatError(f"a record has a name that no checkpoint has: {strange[:200]!r}")
-    return [name[len(start) :] for name in names]
+        strange = [name for name in short_names if "\0" in name or "\\" in name or ".." in name.split("/")]
+        raise CheckpointFormatError(f"a record has a name that no checkpoint has: {(strange or names)[0][:200]!r}")
+    return short_names
 
 
 def data_offsets(directory: Directory, records: Sequence[int], content: memoryview, file_offset: int) -> Int64Array:
@@ -307,6 +317,18 @@ def data_offset(directory: Directory, record: int, header: bytes | memoryview) -
     return int(data_offsets(directory, [record], memoryview(header), int(directory.header_offsets[record]))[0])
 
 
+def _filler_is_damaged(header: bytes) -> bool:
+    """True where torch's filler, the extra field FB, holds anything but the Z that torch fills it with."""
+    position = LOCAL_HEADER_NBYTES + int(_LOCAL.unpack_from(header)[9])
+    while position + 4 <= len(header):
+        kind, nbytes = struct.unpack_from("<2sH", header, position)
+        body = header[position + 4 : position + 4 + nbytes]
+        if kind == b"FB" and body.strip(b"Z"):
+            return True
+        position += 4 + nbytes
+    return position != len(header)
+
+
 def check_local_header(directory: Directory, record: int, header: bytes) -> None:
     """Compare a whole local header (name included) with the directory; a mismatch is CheckpointFormatError."""
     fields = _LOCAL.unpack_from(header)
@@ -317,12 +339,17 @@ def check_local_header(directory: Directory, record: int, header: bytes) -> None
         raise CheckpointFormatError(
             f"record {directory.names[record]!r}: the local header at offset {offset} carries the name {found[:200]!r}"
         )
+    if _filler_is_damaged(header):
+        raise CheckpointFormatError(
+            f"record {directory.names[record]!r}: the padding of its header at offset {offset} is damaged"
+        )
     if fields[3] != 0 or fields[2] & _ENCRYPTED:
         raise CheckpointFormatError(
             f"record {directory.names[record]!r}: the local header at offset {offset} says compressed or encrypted"
         )
     for kind, value, listed in (
         ("checksum", fields[6], directory.checksums[record]),
+        ("stored size", fields[7], int(directory.nbytes[record])),
         ("size", fields[8], int(directory.nbytes[record])),
     ):
         # 0 (and the zip64 mark) mean "see the descriptor" or "see the extra field".

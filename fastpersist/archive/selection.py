@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from fastpersist.errors import brief
+
 Selection = str | Iterable[str] | Callable[[str], bool]
 """A prefix, several prefixes, or a function of the path. A prefix selects the value at that path and all below it."""
 
@@ -32,25 +34,30 @@ def as_predicate(only: Selection) -> Callable[[str], bool]:
 def walk(obj: Any, visit: Callable[[str, Any], bool]) -> None:
     """Call ``visit(path, value)`` for every value of a nest of dicts that is no dict itself; delete it where that is False.
 
-    Dicts that lose all their values are deleted, too. Raises TypeError for an object that is no dict, for keys other than
-    strings and integers, and ValueError for a dict that contains itself.
+    Dicts that lose all their values are deleted, too. Raises TypeError for an object that is no dict and for keys other
+    than strings and integers, ValueError for a dict that stands in two places: it could not be cut to fit both.
     """
     if not isinstance(obj, dict):
         raise TypeError(
             f"only= needs a state dict, a dict of values or of further dicts; this checkpoint holds a {type(obj).__name__}"
         )
-    _walk(obj, "", visit, 0)
+    _walk(obj, "", visit, {}, 0)
 
 
-def _walk(obj: dict[Any, Any], path: str, visit: Callable[[str, Any], bool], depth: int) -> bool:
+def _walk(obj: dict[Any, Any], path: str, visit: Callable[[str, Any], bool], seen: dict[int, str], depth: int) -> bool:
     if depth > MAX_DEPTH:
-        raise ValueError(f"only= goes no deeper than {MAX_DEPTH} dicts: {path[:200]!r} is deeper, or contains itself")
+        raise ValueError(f"only= goes no deeper than {MAX_DEPTH} dicts: {brief(path)}")
+    seen[id(obj)] = path
     for key in list(obj):
         if not isinstance(key, str | int):
-            raise TypeError(f"only= knows keys that are strings or integers, not {key!r} at {path or 'the top'!r}")
+            message = f"only= knows keys that are strings or integers, not a {type(key).__name__} at {brief(path or 'the top')}"
+            raise TypeError(message)
         value, place = obj[key], f"{path}.{key}" if path else str(key)
+        if id(value) in seen:  # asked first: what was cut for its first place may be empty by now
+            places = f"{brief(seen[id(value)] or 'the top')} and {brief(place)}"
+            raise ValueError(f"only= cannot take a dict that stands in two places or contains itself: {places}")
         nested = isinstance(value, dict) and bool(value)
-        if not (_walk(value, place, visit, depth + 1) if nested else visit(place, value)):
+        if not (_walk(value, place, visit, seen, depth + 1) if nested else visit(place, value)):
             del obj[key]
     return bool(obj)
 
@@ -60,5 +67,5 @@ def select(obj: Any, wanted: Callable[[str], bool]) -> Any:
     keys = list(obj) if isinstance(obj, dict) else []
     walk(obj, lambda path, _: bool(wanted(path)))
     if not obj:
-        raise KeyError(f"only= selects nothing; the top-level keys are {', '.join(map(repr, keys[:20]))}")
+        raise KeyError(f"only= selects nothing; the top-level keys are {', '.join(brief(str(key)) for key in keys[:20])}")
     return obj

@@ -9,8 +9,10 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import re
 import sys
-from collections.abc import Callable, Iterator
+import zipfile
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,16 +20,21 @@ import torch
 from torch import _weights_only_unpickler
 
 from fastpersist.archive.pickling import garbage_collector_paused
-from fastpersist.errors import CheckpointFormatError
+from fastpersist.errors import CheckpointFormatError, brief
 
 MapLocation = Any
 """None, a device or its name, a dict of names, or a function of (storage, location): as for torch.load."""
 
+Place = Callable[[torch.UntypedStorage, str], torch.UntypedStorage]
+"""(storage, location): the storage where it is to be."""
+
 StorageLookup = Callable[[str], torch.UntypedStorage | None]
 """The storage under a key, None if the checkpoint has none."""
 
-LEGACY_MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19"
-"""How files of torch before 1.6 begin: the pickle of torch.serialization.MAGIC_NUMBER."""
+MAX_LOCATION_LENGTH = 200
+LEGACY_START = re.compile(rb"\x80[\x02-\x05](\x95.{8})?\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19", re.DOTALL)
+"""How files of torch before 1.6 begin: the pickle of torch.serialization.MAGIC_NUMBER, in a frame from protocol 4 on."""
+LEGACY_START_NBYTES = 24
 
 
 class _OwnError(Exception):
@@ -40,23 +47,25 @@ class _OwnError(Exception):
 
 def reads_no_data(map_location: MapLocation) -> bool:
     """True where torch.load reads no tensor data: under FakeTensorMode, for map_location "meta", and under skip_data."""
-    location = torch.device(map_location) if isinstance(map_location, str) and map_location.startswith("meta") else map_location
-    on_meta = isinstance(location, torch.device) and location.type == "meta"
+    if isinstance(map_location, torch.device):
+        on_meta = map_location.type == "meta"
+    else:
+        on_meta = isinstance(map_location, str) and map_location.partition(":")[0] == "meta"
     skipped = bool(getattr(torch.serialization._serialization_tls, "skip_data", False))
     return on_meta or skipped or torch._guards.detect_fake_mode(None) is not None
 
 
-def forced_weights_only(weights_only: bool) -> bool:
-    """``weights_only``, or True where the environment's TORCH_FORCE_WEIGHTS_ONLY_LOAD demands it, as for torch.load."""
+def resolve_weights_only(weights_only: bool | None) -> bool:
+    """True for None, and where the environment's TORCH_FORCE_WEIGHTS_ONLY_LOAD demands it, as for torch.load."""
     forced = os.environ.get("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "0").lower() in ("1", "y", "yes", "true")
-    return weights_only or forced
+    return weights_only is None or bool(weights_only) or forced
 
 
 def byte_order(record: bytes | None) -> str:
     """ "little" or "big", from the ``byteorder`` record or, without one, from torch's setting."""
     if record is not None:
         if record not in (b"little", b"big"):
-            raise CheckpointFormatError(f"record 'byteorder' holds {record[:20]!r}, not little or big")
+            raise CheckpointFormatError(f"record 'byteorder' holds {brief(record)}, not little or big")
         return record.decode()
     default = torch.serialization.get_default_load_endianness()
     if default is None or default is torch.serialization.LoadEndianness.LITTLE:
@@ -68,16 +77,23 @@ def unflatten(
     pickle_bytes: bytes,
     lookup: StorageLookup,
     *,
+    unread: StorageLookup | None = None,
     weights_only: bool,
     map_location: MapLocation = None,
+    place: Place | None = None,
     order: str = sys.byteorder,
 ) -> Any:
     """Rebuild the object. ``order`` is the byte order of the storages; they are swapped in place where it is not ours.
 
+    ``unread`` stands in for storages that ``lookup`` does not have: values that use them will be dropped, so they are
+    neither swapped nor moved. ``place`` moves storages instead of what map_location says.
+
     Raises pickle.UnpicklingError for what the restricted unpickler refuses, CheckpointFormatError for a pickle that makes
     no sense or does not fit its storages, and whatever map_location raises.
     """
-    loader = _StorageLoader(lookup, map_location, swap=order != sys.byteorder)
+    restore = place or torch.serialization._get_restore_location(map_location)  # type: ignore[no-untyped-call]
+    loader = _StorageLoader(lookup, unread, restore, swap=order != sys.byteorder)
+    loader.stays_on_host = map_location is None and place is None
     source = io.BytesIO(pickle_bytes)
     unpickler: Any
     if weights_only:
@@ -85,92 +101,104 @@ def unflatten(
     else:
         unpickler = _TrustingUnpickler(source, encoding="utf-8")
     unpickler.persistent_load = loader.persistent_load
-    with garbage_collector_paused(), _map_location_known_to_torch(map_location):
-        result = _translate_errors(unpickler.load, weights_only)
-        torch._utils._validate_loaded_sparse_tensors()  # type: ignore[no-untyped-call]
-    return result
+    with garbage_collector_paused(), torchs_state_kept(map_location):
+        return _translate_errors(unpickler.load, weights_only)
 
 
 def _translate_errors(load: Callable[[], Any], weights_only: bool) -> Any:
     try:
-        return load()
+        result = load()
+        torch._utils._validate_loaded_sparse_tensors()  # type: ignore[no-untyped-call]
+        return result
     except _OwnError as carrier:
         raise carrier.error from None
     except (pickle.UnpicklingError, MemoryError, RecursionError) as error:
         if weights_only and isinstance(error, pickle.UnpicklingError):
             raise
-        raise CheckpointFormatError(f"data.pkl cannot be unpickled: {error!r}") from error
+        raise CheckpointFormatError(f"data.pkl cannot be unpickled: {brief(error)}") from error
     except Exception as error:
         # Under weights_only nothing of the caller's runs, so the pickle is at fault. Otherwise a class of the caller's may
         # have raised, or be missing, and that must reach the caller as it is.
         if not weights_only:
             raise
-        raise CheckpointFormatError(f"data.pkl does not describe an object that can be rebuilt: {error!r}") from error
+        raise CheckpointFormatError(f"data.pkl does not describe an object that can be rebuilt: {brief(error)}") from error
 
 
 @contextmanager
-def _map_location_known_to_torch(map_location: MapLocation) -> Iterator[None]:
-    # Tensors that are rebuilt without a storage (through numpy, wrapper subclasses) look it up there.
-    torch.serialization._serialization_tls.map_location = map_location
+def torchs_state_kept(map_location: MapLocation = None) -> Iterator[None]:
+    """Tell torch's globals of a load, and leave nothing of it in them: a load that fails would leave tensors there."""
+    # Tensors that are rebuilt without a storage (through numpy, wrapper subclasses) look the map_location up.
+    state = torch.serialization._serialization_tls
+    previous, state.map_location = getattr(state, "map_location", None), map_location
     try:
         yield
     finally:
-        torch.serialization._serialization_tls.map_location = None
+        state.map_location = previous
+        torch._utils._sparse_tensors_to_validate.clear()
 
 
 class _StorageLoader:
     """Answers the pickle's persistent ids. A storage is looked up, swapped and moved once, however often it is named."""
 
-    def __init__(self, lookup: StorageLookup, map_location: MapLocation, *, swap: bool) -> None:
+    def __init__(self, lookup: StorageLookup, unread: StorageLookup | None, restore: Place, *, swap: bool) -> None:
         self._lookup = lookup
-        self._restore = torch.serialization._get_restore_location(map_location)  # type: ignore[no-untyped-call]
-        self._stays_on_host = map_location is None
+        self._unread = unread
+        self._restore = restore
+        self.stays_on_host = False  # True: a storage of location "cpu" need not be moved
         self._swap = swap
         self._loaded: dict[str, torch.storage.TypedStorage] = {}
         self._dtypes: dict[Any, torch.dtype] = {torch.UntypedStorage: torch.uint8}
 
     def persistent_load(self, saved_id: Any) -> torch.storage.TypedStorage:
-        try:
-            kind, storage_type, key, location, numel = saved_id
-            found = self._loaded.get(key)
-        except (TypeError, ValueError):
-            raise _OwnError(CheckpointFormatError(f"data.pkl refers to a storage as {str(saved_id)[:200]}")) from None
+        # Types come first: to hash, compare or print what a hostile pickle puts here could take forever.
+        if type(saved_id) is not tuple or len(saved_id) != 5:
+            raise _OwnError(CheckpointFormatError("data.pkl refers to a storage by something that is no tuple of five"))
+        kind, storage_type, key, location, numel = saved_id
+        if (
+            type(key) is not str
+            or type(numel) is not int
+            or not isinstance(storage_type, type | torch.serialization.StorageType)
+        ):
+            raise _OwnError(CheckpointFormatError("data.pkl refers to a storage by values of the wrong types"))
+        found = self._loaded.get(key)
         if found is not None:
             return found
-        if (kind != "storage" and _text(kind) != "storage") or type(key) is not str or type(numel) is not int:
-            raise _OwnError(CheckpointFormatError(f"data.pkl refers to a storage as {str(saved_id)[:200]}"))
-        storage = self._lookup(key)
+        kind, location = _text(kind), _text(location)
+        if kind != "storage" or len(location) > MAX_LOCATION_LENGTH:
+            raise _OwnError(CheckpointFormatError(f"data.pkl refers to a storage as {brief(kind)} at {brief(location)}"))
+        storage, read = self._lookup(key), True
+        if storage is None and self._unread is not None:
+            storage, read = self._unread(key), False
         if storage is None:
-            raise _OwnError(CheckpointFormatError(f"data.pkl refers to storage {key!r}, but there is no record 'data/{key}'"))
+            raise _OwnError(CheckpointFormatError(f"data.pkl refers to storage {brief(key)}, but there is no such record"))
         dtype, nbytes = self._dtype(storage_type, key), storage.nbytes()
         if nbytes != numel * dtype.itemsize:
-            message = f"record 'data/{key}' holds {nbytes} bytes, data.pkl expects {numel} elements of {dtype}"
+            count = numel if 0 <= numel < 1 << 63 else "an absurd number of"
+            message = f"record 'data/{key}' holds {nbytes} bytes, data.pkl expects {count} elements of {dtype}"
             raise _OwnError(CheckpointFormatError(message))
-        if self._swap:
+        if self._swap and read:
             storage.byteswap(dtype)  # type: ignore[no-untyped-call]
-        if location != "cpu" or not self._stays_on_host:
-            storage = self._move(storage, _text(location))
+        if read and (location != "cpu" or not self.stays_on_host):
+            storage = self._move(storage, location)
         typed = _typed_storage(storage, dtype)
         if nbytes:  # an empty storage is made anew for each mention, as torch does
             self._loaded[key] = typed
         return typed
 
     def _dtype(self, storage_type: Any, key: str) -> torch.dtype:
-        try:
+        if storage_type in self._dtypes:
             return self._dtypes[storage_type]
-        except (KeyError, TypeError):
-            dtype = getattr(storage_type, "dtype", None)
+        dtype = getattr(storage_type, "dtype", None)
         if not isinstance(dtype, torch.dtype):
-            raise _OwnError(CheckpointFormatError(f"data.pkl gives storage {key!r} a type that is none: {storage_type!r}"))
+            raise _OwnError(CheckpointFormatError(f"data.pkl gives storage {brief(key)} a type that is no storage's"))
         self._dtypes[storage_type] = dtype
         return dtype
 
-    def _move(self, storage: torch.UntypedStorage, location: Any) -> torch.UntypedStorage:
+    def _move(self, storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage:
         try:
-            moved: torch.UntypedStorage = self._restore(storage, location)
+            return self._restore(storage, location)
         except Exception as error:
             raise _OwnError(error) from error
-        return moved
 
 
 def _typed_storage(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.storage.TypedStorage:
@@ -180,12 +208,21 @@ def _typed_storage(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.s
     return typed
 
 
-def _text(value: Any) -> Any:
-    return value.decode("ascii", "replace") if isinstance(value, bytes) else value
+def _text(value: Any) -> str:
+    if type(value) is bytes:
+        return value.decode("ascii", "replace")
+    if type(value) is not str:
+        raise _OwnError(CheckpointFormatError("data.pkl refers to a storage by values of the wrong types"))
+    return value
 
 
 class _TrustingUnpickler(pickle.Unpickler):
     """pickle's unpickler with torch's names for storage types, and a shorter way to a plain tensor."""
+
+    def __init__(self, source: io.BytesIO, encoding: str) -> None:
+        super().__init__(source, encoding=encoding)
+        # Under FakeTensorMode a tensor must be given the device that it would have.
+        self._shortcut = torch._guards.detect_fake_mode(None) is None
 
     def find_class(self, module: str, name: str) -> Any:
         if "Storage" in name:
@@ -193,7 +230,7 @@ class _TrustingUnpickler(pickle.Unpickler):
                 return torch.serialization.StorageType(name)  # type: ignore[no-untyped-call]
             except KeyError:
                 pass  # a class of the user's that is called so
-        if module == "torch._utils" and name == "_rebuild_tensor_v2":
+        if self._shortcut and module == "torch._utils" and name == "_rebuild_tensor_v2":
             return _rebuild_tensor
         return super().find_class("torch._tensor" if module == "torch.tensor" else module, name)
 
@@ -219,12 +256,29 @@ def _rebuild_tensor(
     return tensor
 
 
-def explain_refusal(path: str, error: pickle.UnpicklingError) -> pickle.UnpicklingError:
-    """torch.load's own message for what its restricted unpickler refuses: it is asked, without reading tensor data."""
+def explain_refusal(pickle_bytes: bytes, keys: Iterable[str], error: pickle.UnpicklingError) -> pickle.UnpicklingError:
+    """torch.load's own message for what its restricted unpickler refuses.
+
+    torch.load is asked about a file with the same pickle and the same storages, all of them empty, and nothing else of the
+    original in it.
+    """
+    substitute = io.BytesIO()
+    with zipfile.ZipFile(substitute, "w") as archive:
+        archive.writestr("archive/data.pkl", pickle_bytes)
+        archive.writestr("archive/version", "3\n")
+        for key in keys:
+            archive.writestr(f"archive/data/{key}", b"")
+    substitute.seek(0)
     try:
-        torch.load(path, map_location="meta", weights_only=True)
+        with torchs_state_kept():
+            torch.load(substitute, map_location="meta", weights_only=True)
     except pickle.UnpicklingError as explained:
         return explained
     except Exception:  # another fault comes first there: ours is the one to tell
         return error
     return error
+
+
+def placeholder(nbytes: int) -> torch.UntypedStorage:
+    """A storage without data, on device "meta"."""
+    return torch.UntypedStorage(nbytes, device="meta")  # type: ignore[no-untyped-call]

@@ -177,8 +177,8 @@ class Engine(ABC):
             raise QueueFull(f"{self.queue_depth} requests are in flight: wait for a completion first")
         ticket = self._next_ticket
         self._next_ticket += 1
-        self._pending[ticket] = (request, request.file.direct)
         self._inside_hook = True
+        self._pending[ticket] = (request, request.file.direct)
         self._start(ticket, request)
         self._inside_hook = False
 

@@ -59,6 +59,9 @@ class File:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def __del__(self) -> None:
+        self.close()  # an exception may have struck between open and with
+
     def use_page_cache(self, reason: str) -> None:
         """Turn to buffered I/O on the same descriptor, for good, and remember the filesystem's refusal."""
         flags = fcntl.fcntl(self.fileno, fcntl.F_GETFL)

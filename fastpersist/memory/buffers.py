@@ -78,6 +78,10 @@ class BufferPool:
                     f"{self.max_nbytes} bytes are lent to saves that do not progress"
                 )
 
+    def lends(self, buffer: AlignedBuffer) -> bool:
+        """True while ``buffer`` is lent out."""
+        return buffer in self._lent
+
     def release(self, buffer: AlignedBuffer) -> None:
         """Take back a buffer of this pool. No request that uses it may be in flight any more."""
         with self._changed:

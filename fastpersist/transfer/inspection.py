@@ -11,13 +11,14 @@ import torch
 from fastpersist.archive import zipformat
 from fastpersist.archive.directory import Directory
 from fastpersist.archive.unpickling import byte_order
-from fastpersist.errors import CheckpointFormatError
+from fastpersist.errors import CheckpointFormatError, brief
 from fastpersist.memory.alignment import PAGE_NBYTES, round_up
 from fastpersist.reports import CheckpointInfo, RecordInfo, TensorInfo
 from fastpersist.transfer.sketch import Sketch
 from fastpersist.transfer.source import CheckpointFile
 
 MAX_DEPTH = 100
+MAX_PATH_LENGTH = 1000
 
 
 def describe(source: CheckpointFile, directory: Directory) -> CheckpointInfo:
@@ -51,38 +52,41 @@ def _describe_record(source: CheckpointFile, directory: Directory, record: int) 
 
 def _describe_tensors(source: CheckpointFile, directory: Directory) -> tuple[tuple[TensorInfo, ...] | None, str]:
     try:
-        sketch = Sketch(source, directory, weights_only=True)
+        sketch = Sketch(source, directory, weights_only=True, order=byte_order(source.record(directory, "byteorder")))
     except pickle.UnpicklingError as error:
-        return None, f"the tensors' names are not told: the pickle holds more than weights_only allows ({str(error)[:200]})"
-    infos = []
-    for path, tensor in _tensors(sketch.obj, "", 0):
-        record = _record_of(sketch, tensor)
-        name = None if record is None else directory.names[record]
-        infos.append(TensorInfo(path, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), name))
+        return None, f"the tensors' names are not told: the pickle holds more than weights_only allows ({brief(error)})"
+    infos = [_describe_tensor(sketch, directory, path, tensor) for path, tensor in _tensors(sketch.obj, "", set(), 0)]
     return tuple(infos), ""
 
 
-def _record_of(sketch: Sketch, tensor: torch.Tensor) -> int | None:
+def _describe_tensor(sketch: Sketch, directory: Directory, path: str, tensor: torch.Tensor) -> TensorInfo:
+    try:  # sparse and wrapper tensors have no storage of their own, and attributes of a hostile pickle are not asked
+        record = sketch.record_of(torch.Tensor.untyped_storage(tensor))
+    except (NotImplementedError, RuntimeError):
+        record = None
     try:
-        return sketch.record_of(tensor.untyped_storage())
-    except (NotImplementedError, RuntimeError):  # sparse and wrapper tensors have no storage of their own
-        return None
+        shape = tuple(int(length) for length in torch.Tensor.size(tensor))
+    except (NotImplementedError, RuntimeError, TypeError):  # nested tensors have several
+        shape = ()
+    name = None if record is None else directory.names[record]
+    printable = path[:MAX_PATH_LENGTH].encode(errors="backslashreplace").decode()
+    return TensorInfo(printable, str(tensor.dtype).removeprefix("torch."), shape, name)
 
 
-def _tensors(value: Any, path: str, depth: int) -> Iterator[tuple[str, torch.Tensor]]:
+def _tensors(value: Any, path: str, seen: set[int], depth: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors in a nest of dicts, lists and tuples, each container under the first of its paths only.
+
+    Nothing is told of what lies deeper than MAX_DEPTH.
+    """
     if isinstance(value, torch.Tensor):
         yield path, value
         return
-    if depth > MAX_DEPTH:
+    if not isinstance(value, dict | list | tuple) or id(value) in seen or depth > MAX_DEPTH:
         return
-    if isinstance(value, dict):
-        items: Any = value.items()
-    elif isinstance(value, list | tuple):
-        items = enumerate(value)
-    else:
-        return
+    seen.add(id(value))
+    items: Any = dict.items(value) if isinstance(value, dict) else enumerate(value)
     for key, inner in items:
-        yield from _tensors(inner, f"{path}.{key}" if path else str(key), depth + 1)
+        yield from _tensors(inner, f"{path}.{key}" if path else str(key), seen, depth + 1)
 
 
 def _torch_offsets(source: CheckpointFile, directory: Directory, offsets: dict[str, int]) -> str:
@@ -110,6 +114,6 @@ def _torch_offsets(source: CheckpointFile, directory: Directory, offsets: dict[s
 
 def _storage_alignment(record: bytes | None) -> int:
     try:
-        return max(int(record or b"64"), 1)
+        return max(int((record or b"64")[:20]), 1)
     except ValueError:
-        raise CheckpointFormatError(f"record '.storage_alignment' holds {record!r}, which is no number") from None
+        raise CheckpointFormatError(f"record '.storage_alignment' holds {brief(record or b'')}, which is no number") from None

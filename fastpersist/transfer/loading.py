@@ -15,14 +15,14 @@ import torch
 from fastpersist.archive.checking import ByteStream, CheckedRecord, check_records
 from fastpersist.archive.directory import PICKLE, Directory
 from fastpersist.archive.selection import select
-from fastpersist.archive.unpickling import MapLocation, byte_order, explain_refusal, unflatten
+from fastpersist.archive.unpickling import MapLocation, byte_order, explain_refusal, placeholder, torchs_state_kept, unflatten
 from fastpersist.engines import Engine, _libc
-from fastpersist.errors import CheckpointFormatError
+from fastpersist.errors import CheckpointFormatError, brief
 from fastpersist.memory.buffers import shared_pool
 from fastpersist.options import ready_engine
 from fastpersist.progress import Progress, ProgressCounter, progress_reporter
-from fastpersist.transfer.reader import RecordReader, Storages, stream_blocks
-from fastpersist.transfer.sketch import Sketch
+from fastpersist.transfer.reader import RecordReader, Storages, empty_storage, stream_blocks
+from fastpersist.transfer.sketch import MappedStorages, Sketch
 from fastpersist.transfer.source import CheckpointFile
 
 log = logging.getLogger("fastpersist")
@@ -57,6 +57,8 @@ def reading_engine(
                 "%s: %.0f%% of it lie in the page cache, and are read from there", source.path, 100 * cached / source.nbytes
             )
     with ready_engine(engine, source.path, block_nbytes, queue_depth) as active:
+        if not active.capabilities.persistent:
+            raise ValueError(f"engine {active.name!r} holds no files of the disk, and cannot load any")
         yield active, direct
 
 
@@ -70,25 +72,47 @@ def load_records(
     weights_only: bool,
 ) -> Any:
     """Read the storages, all or those that the values ``wanted`` view, and rebuild the object."""
-    pickle_bytes = source.record(directory, PICKLE) or b""
-    order = byte_order(source.record(directory, "byteorder"))
-    with _explained(source, weights_only):
-        sketch = None if wanted is None else Sketch(source, directory, weights_only=weights_only)
-        chosen = {} if sketch is None or wanted is None else sketch.choose(wanted)
-        records = directory.storages() if sketch is None else sketch.records_of(chosen.values())
+    with explained(source, directory, weights_only) as (pickle_bytes, order):
+        sketch = None if wanted is None else Sketch(source, directory, weights_only=weights_only, order=order)
+        chosen, records = (set(), directory.storages()) if sketch is None or wanted is None else sketch.choose(wanted)
         storages = _read_storages(source, directory, records, reading)
-
-        def absent(key: str) -> torch.UntypedStorage | None:
-            if sketch is not None:
-                return sketch.storage(key)
-            return torch.UntypedStorage(0) if f"data/{key}" in directory.index else None  # type: ignore[no-untyped-call]
+        empty = {key for key, storage in storages.items() if not storage}
 
         def lookup(key: str) -> torch.UntypedStorage | None:
-            # A storage is asked for once (moved to a device, its copy here is freed), an empty one again and again.
-            return storages.pop(key, None) or absent(key)
+            # A storage is asked for once (moved to a device, its copy here is freed), an empty one is made for each mention.
+            return storages.pop(key, None) or (empty_storage() if key in empty else None)
 
-        obj = unflatten(pickle_bytes, lookup, weights_only=weights_only, map_location=map_location, order=order)
+        unread = None if sketch is None else sketch.storage
+        obj = unflatten(pickle_bytes, lookup, unread=unread, weights_only=weights_only, map_location=map_location, order=order)
     return obj if sketch is None else select(obj, chosen.__contains__)
+
+
+def load_mapped(source: CheckpointFile, directory: Directory, *, map_location: MapLocation, weights_only: bool) -> Any:
+    """The object over a mapping of the file, as torch.load(mmap=True) gives it: its data is read when it is looked at."""
+    with explained(source, directory, weights_only) as (pickle_bytes, order):
+        mapped = MappedStorages(source, directory)
+        return unflatten(pickle_bytes, mapped.storage, weights_only=weights_only, map_location=map_location, order=order)
+
+
+def load_without_data(source: CheckpointFile, directory: Directory, *, map_location: MapLocation, weights_only: bool) -> Any:
+    """The object on device "meta" or, under FakeTensorMode, of fake tensors. Each storage notes its place in the file."""
+    fake = torch._guards.detect_fake_mode(None) is not None
+
+    def lookup(key: str) -> torch.UntypedStorage | None:
+        record = directory.index.get(f"data/{key}")
+        if record is None:
+            return None
+        storage = placeholder(int(directory.nbytes[record]))
+        storage._checkpoint_offset = source.data_offset(directory, record)  # where torch tells it, too
+        return storage
+
+    def stay(storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage:
+        if fake:
+            storage._fake_device = location  # type: ignore[assignment]
+        return storage
+
+    with explained(source, directory, weights_only) as (pickle_bytes, _):
+        return unflatten(pickle_bytes, lookup, weights_only=weights_only, map_location=map_location, place=stay)
 
 
 def _read_storages(source: CheckpointFile, directory: Directory, records: list[int], reading: Reading) -> Storages:
@@ -114,36 +138,51 @@ def check_file(source: CheckpointFile, directory: Directory, reading: Reading) -
             reading.engine, file, source.nbytes, shared_pool(), path=source.path, block_nbytes=reading.block_nbytes,
             queue_depth=reading.queue_depth, moved=ProgressCounter(report, source.nbytes).add,
         )  # fmt: skip
-        with contextlib.closing(blocks), _path_named(source):
+        with contextlib.closing(blocks), path_named(source):
             return list(check_records(directory, ByteStream(blocks)))
 
 
-def load_with_torch(path: str, *, map_location: MapLocation, weights_only: bool, mmap: bool) -> Any:
-    """torch.load, with what it says of a broken file translated to CheckpointFormatError."""
+def load_legacy(path: str, *, map_location: MapLocation, weights_only: bool, mmap: bool) -> Any:
+    """torch.load of a file of torch before 1.6, with what it says of a broken file translated to CheckpointFormatError."""
+    if mmap:
+        raise CheckpointFormatError(f"mmap can only be used with zip checkpoints, and {path} is a file of torch before 1.6")
     try:
-        return torch.load(path, map_location=map_location, weights_only=weights_only, mmap=mmap)
-    except pickle.UnpicklingError:
+        with torchs_state_kept(), open(path, "rb") as source:  # by its name torch might take it for another format
+            return torch.load(source, map_location=map_location, weights_only=weights_only)
+    except (pickle.UnpicklingError, FileNotFoundError, PermissionError):
         raise
-    except (EOFError, AssertionError, IndexError, KeyError, ValueError, OverflowError) as error:
-        raise CheckpointFormatError(f"{path}: torch.load cannot read it: {error!r}") from error
-    except RuntimeError as error:
-        if "PytorchStreamReader" in str(error) or "storage has wrong byte size" in str(error):
-            raise CheckpointFormatError(f"{path}: torch.load cannot read it: {error}") from error
-        raise
+    except Exception as error:
+        # Nothing of the caller's runs under weights_only, but for its map_location and torch's words on missing devices.
+        if (
+            callable(map_location)
+            or not weights_only
+            or "deserialize object on" in str(error)
+            or "restore data location" in str(error)
+        ):
+            raise
+        raise CheckpointFormatError(f"{path}: torch.load cannot read it: {brief(error)}") from error
 
 
 @contextlib.contextmanager
-def _explained(source: CheckpointFile, weights_only: bool) -> Iterator[None]:
-    """Format errors name the path, and a refusal of the restricted unpickler comes in torch.load's own words."""
-    try:
-        with _path_named(source):
-            yield
-    except pickle.UnpicklingError as error:
-        raise explain_refusal(source.path, error) if weights_only else error from None
+def explained(source: CheckpointFile, directory: Directory, weights_only: bool) -> Iterator[tuple[bytes, str]]:
+    """Gives the pickle and the byte order of the storages.
+
+    Within, format errors come to name the path, and a refusal of the restricted unpickler comes in torch.load's own words.
+    """
+    with path_named(source):
+        pickle_bytes = source.record(directory, PICKLE) or b""
+        try:
+            yield pickle_bytes, byte_order(source.record(directory, "byteorder"))
+        except pickle.UnpicklingError as error:
+            if not weights_only:
+                raise
+            keys = (directory.names[record].removeprefix("data/") for record in directory.storages())
+            raise explain_refusal(pickle_bytes, keys, error) from None
 
 
 @contextlib.contextmanager
-def _path_named(source: CheckpointFile) -> Iterator[None]:
+def path_named(source: CheckpointFile) -> Iterator[None]:
+    """Format errors of what knows bytes only come to name the path."""
     try:
         yield
     except CheckpointFormatError as error:

@@ -57,7 +57,8 @@ class Pipeline:
             self._engine.drain()
         finally:
             for buffer in self._lent:
-                self._pool.release(buffer)
+                if self._pool.lends(buffer):  # an interrupt may have struck just after it was given back
+                    self._pool.release(buffer)
             self._lent.clear()
 
     def submit(self, request: Request, *, buffer: AlignedBuffer | None = None, finished: Finished | None = None) -> None:
@@ -87,8 +88,8 @@ class Pipeline:
 
     def give_back(self, buffer: AlignedBuffer) -> None:
         """Return a borrowed buffer that no request uses any more."""
-        self._lent.discard(buffer)
         self._pool.release(buffer)
+        self._lent.discard(buffer)
 
     def reap(self) -> None:
         """Wait for at least one completion, and act on all that are there."""

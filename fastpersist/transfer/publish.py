@@ -71,32 +71,47 @@ class Publication:
         self._engine = engine
         self._target = target
         self._durable = durable
+        self._directory = -1
         self._name: str | None = None
+        self._file: File | None = None
         self.sync_seconds = 0.0
-        directory = os.path.dirname(target)
-        self._directory = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+
+    def __enter__(self) -> Self:
+        directory = os.path.dirname(self._target)
         try:
+            self._directory = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
             _remove_abandoned(directory, self._directory)
-            self.file = self._create(directory)
+            self._create(directory)
         except OSError as error:
-            os.close(self._directory)
+            self._clean_up()
             message = f"cannot create a temporary file in the target's directory ({error.strerror}): it must be writable"
             raise type(error)(error.errno, message, directory) from error
         except BaseException:
-            os.close(self._directory)
+            self._clean_up()
             raise
-
-    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._clean_up()
+
+    def _clean_up(self) -> None:
         try:
             if self._name is not None:
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(self._name, dir_fd=self._directory)
         finally:
-            self.file.close()
-            os.close(self._directory)
+            if self._file is not None:
+                self._file.close()
+            directory, self._directory = self._directory, -1
+            if directory >= 0:
+                os.close(directory)
+
+    @property
+    def file(self) -> File:
+        """The temporary file, open for writing."""
+        if self._file is None:
+            raise RuntimeError("a publication has a file only within its with block")
+        return self._file
 
     def publish(self) -> None:
         """Make the written file durable and give it the target's name.
@@ -127,35 +142,33 @@ class Publication:
                 error.errno or errno.EIO, "published, not known durable: the directory cannot be synced", self._target
             ) from error
 
-    def _create(self, directory: str) -> File:
+    def _create(self, directory: str) -> None:
         if hasattr(os, "O_TMPFILE") and os.path.exists("/proc/self/fd"):  # a nameless file gets its name through /proc
             try:
-                file = self._engine.open(directory, "tmpfile")
+                self._file = self._engine.open(directory, "tmpfile")
             except OSError as error:
                 if error.errno not in _NO_TMPFILE:
                     raise
             else:
-                _try_lock(file.fileno)  # nobody else can reach it yet
-                return file
-        return self._create_named(directory)
+                _try_lock(self._file.fileno)  # nobody else can reach it yet
+                return
+        self._create_named(directory)
 
-    def _create_named(self, directory: str) -> File:
+    def _create_named(self, directory: str) -> None:
         for _ in range(_ATTEMPTS):
-            name = _new_name()
-            file = self._engine.open(os.path.join(directory, name), "x")
-            self._name = name
+            self._name = _new_name()  # known before the file exists: an interrupt in between leaves nothing
+            self._file = self._engine.open(os.path.join(directory, self._name), "x")
             # A save that cleans up may have found the file before it was locked: then it is gone, and another is made.
-            if _try_lock(file.fileno) and os.fstat(file.fileno).st_nlink > 0:
-                return file
-            file.close()
+            if _try_lock(self._file.fileno) and os.fstat(self._file.fileno).st_nlink > 0:
+                return
+            self._file.close()
         raise OSError(errno.EBUSY, f"{_ATTEMPTS} temporary files were removed by other processes as soon as they were made")
 
     def _give_name(self) -> None:
-        name = _new_name()
+        self._name = _new_name()
         # A source directory descriptor makes Python use linkat, which can follow the link in /proc to the nameless file.
         source = f"/proc/self/fd/{self.file.fileno}"
-        os.link(source, name, src_dir_fd=self._directory, dst_dir_fd=self._directory, follow_symlinks=True)
-        self._name = name
+        os.link(source, self._name, src_dir_fd=self._directory, dst_dir_fd=self._directory, follow_symlinks=True)
 
     def _take_over_mode(self) -> None:
         with contextlib.suppress(FileNotFoundError):

@@ -11,6 +11,7 @@ from functools import partial
 import torch
 
 from fastpersist.archive.directory import Directory, data_offsets
+from fastpersist.archive.zipformat import LOCAL_HEADER_NBYTES
 from fastpersist.engines import Engine, File, Read, Request
 from fastpersist.errors import CheckpointFormatError, CorruptCheckpointError, TransferError
 from fastpersist.memory.alignment import PAGE_NBYTES, round_down, round_up
@@ -93,6 +94,8 @@ class RecordReader:
             view = buffer.view[header - start :]
 
             def finished(reached: int, record: int = record, header: int = header, view: memoryview = view) -> None:
+                if reached < header + LOCAL_HEADER_NBYTES:
+                    raise _cut_meanwhile(self._path, reached, header + LOCAL_HEADER_NBYTES)
                 offsets[record] = self._data_offsets((record,), view, header)[0]
 
             pipeline.submit(Read(self._file, buffer.address, nbytes, start, owner=buffer), buffer=buffer, finished=finished)
@@ -124,14 +127,7 @@ class RecordReader:
 
     def _finish_block(self, expected: int, summed: Callable[[], None] | None, reached: int) -> None:
         if reached < expected:
-            raise TransferError(
-                errno.EIO,
-                "cannot read",
-                self._path,
-                offset=reached,
-                nbytes=expected - reached,
-                hint="the file was cut meanwhile",
-            )
+            raise _cut_meanwhile(self._path, reached, expected)
         if summed is not None:
             summed()
 
@@ -163,13 +159,19 @@ class RecordReader:
 
 def _storage_at(whole: torch.UntypedStorage, pages: Pages, place: int, nbytes: int) -> torch.UntypedStorage:
     if nbytes == 0:
-        return torch.UntypedStorage(0)  # type: ignore[no-untyped-call]
+        return empty_storage()
     if (pages.address + place) % DTYPE_ALIGNMENT:
-        copy = torch.UntypedStorage(nbytes)  # type: ignore[no-untyped-call]
-        ctypes.memmove(copy.data_ptr(), pages.address + place, nbytes)
-        return copy
+        copy = Pages(nbytes)
+        ctypes.memmove(copy.address, pages.address + place, nbytes)
+        whole, place = torch.frombuffer(copy.view, dtype=torch.uint8).untyped_storage(), 0
     view: torch.UntypedStorage = whole[place : place + nbytes]
     return view
+
+
+def empty_storage() -> torch.UntypedStorage:
+    """A storage of no bytes. As all storages here it cannot be resized: a tensor cannot reach beyond its record."""
+    nothing: torch.UntypedStorage = torch.frombuffer(bytearray(1), dtype=torch.uint8).untyped_storage()[0:0]
+    return nothing
 
 
 class _BlockSums:
@@ -265,7 +267,10 @@ def stream_blocks(
 
 def _arrive(arrived: set[int], offset: int, expected: int, path: str, reached: int) -> None:
     if reached < expected:
-        raise TransferError(
-            errno.EIO, "cannot read", path, offset=reached, nbytes=expected - reached, hint="the file was cut meanwhile"
-        )
+        raise _cut_meanwhile(path, reached, expected)
     arrived.add(offset)
+
+
+def _cut_meanwhile(path: str, reached: int, expected: int) -> TransferError:
+    hint = "the file was cut meanwhile"
+    return TransferError(errno.EIO, "cannot read", path, offset=reached, nbytes=expected - reached, hint=hint)

@@ -1,11 +1,9 @@
-"""An object as its checkpoint describes it, over a mapping of the file: only what is looked at is read.
-
-It tells which values a state dict has, and which storages each of them views, before anything is loaded.
-"""
+"""A checkpoint over a mapping of its file, and what that tells: which storages the values of a state dict view."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import mmap
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,53 +12,72 @@ from fastpersist.archive.directory import PICKLE, Directory
 from fastpersist.archive.pickling import flatten
 from fastpersist.archive.selection import walk
 from fastpersist.archive.unpickling import unflatten
+from fastpersist.errors import CheckpointFormatError, brief
 from fastpersist.transfer.source import CheckpointFile
 
+MAP_NORESERVE = 0x4000  # <asm-generic/mman.h>; the mmap module of Python 3.11 does not name it
 
-class Sketch:
-    """``obj`` is the whole object; its storages are views of the mapped file, in the file's byte order.
 
-    Raises what unflatten raises.
-    """
+class MappedStorages:
+    """The storages of a file as views of a mapping of it: only what is looked at is read."""
 
-    def __init__(self, source: CheckpointFile, directory: Directory, *, weights_only: bool) -> None:
+    def __init__(self, source: CheckpointFile, directory: Directory) -> None:
         self._source = source
         self._directory = directory
-        self._mapped = torch.UntypedStorage.from_file(source.path, False, source.nbytes)
+        # Private: whatever is done to a storage, the file stays as it is. No memory is set aside for that beforehand.
+        mapping = mmap.mmap(source.fileno, source.nbytes, flags=mmap.MAP_PRIVATE | MAP_NORESERVE)
+        self._mapped = torch.frombuffer(mapping, dtype=torch.uint8).untyped_storage()
         self._record_at: dict[int, int] = {}
-        pickle_bytes = source.record(directory, PICKLE)
-        self.obj: Any = unflatten(pickle_bytes or b"", self.storage, weights_only=weights_only)
 
     def storage(self, key: str) -> torch.UntypedStorage | None:
         """The storage under ``key``, unread; None if the checkpoint has none."""
         record = self._directory.index.get(f"data/{key}")
         if record is None:
             return None
-        nbytes = int(self._directory.nbytes[record])
-        if nbytes == 0:
-            return torch.UntypedStorage(0)  # type: ignore[no-untyped-call]
-        start = self._source.data_offset(self._directory, record)
+        start, nbytes = self._source.data_offset(self._directory, record), int(self._directory.nbytes[record])
         self._record_at[start] = record
         view: torch.UntypedStorage = self._mapped[start : start + nbytes]
         return view
 
     def record_of(self, storage: torch.UntypedStorage) -> int | None:
-        """Place in the directory of the record that a storage of this object maps; None for one without bytes."""
+        """Place in the directory of the record that a storage maps; None for one that is not of this file."""
         return self._record_at.get(storage.data_ptr() - self._mapped.data_ptr())
 
-    def records_of(self, values: Iterable[Any]) -> list[int]:
-        """Places of all records whose storages the values view, ascending: found by pickling them."""
-        found = {self.record_of(storage) for storage in flatten(list(values)).storages}
-        return sorted(record for record in found if record is not None)
 
-    def choose(self, wanted: Callable[[str], bool]) -> dict[str, Any]:
-        """The values of the state dict whose path is wanted, by path. Raises as selection.walk does."""
-        chosen: dict[str, Any] = {}
+class Sketch(MappedStorages):
+    """``obj`` is the whole object, on the host, over a private mapping of the file.
+
+    In a file of the other byte order all storages are swapped, in memory: some objects cannot be rebuilt otherwise.
+    Raises what unflatten raises.
+    """
+
+    def __init__(self, source: CheckpointFile, directory: Directory, *, weights_only: bool, order: str) -> None:
+        super().__init__(source, directory)
+        pickle_bytes = source.record(directory, PICKLE) or b""
+        self.obj: Any = unflatten(pickle_bytes, self.storage, weights_only=weights_only, place=_stay, order=order)
+
+    def choose(self, wanted: Callable[[str], bool]) -> tuple[set[str], list[int]]:
+        """Of the values of the state dict that are wanted: their paths, and the records that they need.
+
+        Raises as selection.walk does, and CheckpointFormatError for values that cannot be searched for storages.
+        """
+        paths: set[str] = set()
+        values: list[Any] = []
 
         def visit(path: str, value: Any) -> bool:
             if wanted(path):
-                chosen[path] = value
+                paths.add(path)
+                values.append(value)  # two values may have one path: {"a.b": ..., "a": {"b": ...}}
             return True
 
         walk(self.obj, visit)
-        return chosen
+        try:
+            storages = flatten(values).storages  # pickling a value meets all of its storages
+        except Exception as error:
+            raise CheckpointFormatError(f"the chosen values cannot be searched for storages: {brief(error)}") from error
+        records = {self.record_of(storage) for storage in storages}
+        return paths, sorted(record for record in records if record is not None)
+
+
+def _stay(storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage:
+    return storage

@@ -8,7 +8,7 @@ import struct
 from typing import Self
 
 from fastpersist.archive.directory import TAIL_NBYTES, Directory, data_offset, find_end, parse_directory
-from fastpersist.archive.unpickling import LEGACY_MAGIC
+from fastpersist.archive.unpickling import LEGACY_START, LEGACY_START_NBYTES
 from fastpersist.archive.zipformat import LOCAL_HEADER_NBYTES
 from fastpersist.errors import CheckpointFormatError, CorruptCheckpointError
 from fastpersist.memory.checksum import crc32
@@ -61,8 +61,8 @@ class CheckpointFile:
 
     def is_legacy(self) -> bool:
         """True for the format of torch before 1.6, False for a zip. CheckpointFormatError says what else it is."""
-        start = self.read(0, min(self.nbytes, len(LEGACY_MAGIC)))
-        if start == LEGACY_MAGIC:
+        start = self.read(0, min(self.nbytes, LEGACY_START_NBYTES))
+        if LEGACY_START.match(start):
             return True
         if start[:4] == b"PK\3\4":
             return False
@@ -75,7 +75,7 @@ class CheckpointFile:
             return "it is a zip file without records"
         if len(start) > 9 and start[8:9] == b"{" and struct.unpack_from("<Q", start)[0] <= self.nbytes:
             return "it looks like a safetensors file (use safetensors.torch.load_file)"
-        return f"it begins with {start!r}, neither a zip file nor torch's older format"
+        return f"it begins with {start[:14]!r}, neither a zip file nor torch's older format"
 
     def directory(self) -> Directory:
         """The zip's directory, checked against the file's length. CheckpointFormatError names what is wrong and where."""

@@ -1,0 +1,194 @@
+"""RecordReader and stream_blocks: which bytes become which storage, and what is asked of the engine."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fastpersist.archive.directory import Directory
+from fastpersist.engines import Engine, File, open_engine
+from fastpersist.errors import CheckpointFormatError, CorruptCheckpointError, TransferError
+from fastpersist.memory.alignment import PAGE_NBYTES
+from fastpersist.memory.buffers import BufferPool
+from fastpersist.transfer.reader import RecordReader, Storages, stream_blocks
+from fastpersist.transfer.source import CheckpointFile
+from tests.archives import flip
+
+MIB = 1 << 20
+SIZES = {"0": MIB + 1, "1": 0, "2": 7, "3": 3 * MIB, "4": 5000, "5": 1}
+
+
+@dataclass
+class Bench:
+    """A file of records, open in an engine, with a pool of its own."""
+
+    path: Path
+    contents: dict[str, bytes]
+    engine: Engine
+    pool: BufferPool = field(default_factory=BufferPool)
+    moved: list[int] = field(default_factory=list)
+
+    def directory(self) -> Directory:
+        with CheckpointFile(self.path) as source:
+            return source.directory()
+
+    def storages(self, *keys: str, verify: bool = True, block_nbytes: int = MIB, direct: bool = True) -> Storages:
+        """Read the storages under these keys, or all."""
+        directory = self.directory()
+        wanted = [place for place in directory.storages() if not keys or directory.names[place][5:] in keys]
+        with self.engine.open(str(self.path), "r", direct=direct) as file:
+            reader = self._reader(file, directory, block_nbytes)
+            return reader.read_storages(wanted, verify=verify)
+
+    def _reader(self, file: File, directory: Directory, block_nbytes: int) -> RecordReader:
+        return RecordReader(
+            self.engine, file, directory, self.pool, path="the file", block_nbytes=block_nbytes, queue_depth=3,
+            moved=self.moved.append,
+        )  # fmt: skip
+
+    def blocks(self, nbytes: int, **options: Any) -> Iterator[bytes]:
+        """The file as a stream."""
+        options = {"block_nbytes": MIB, "queue_depth": 3, "moved": self.moved.append} | options
+        with self.engine.open(str(self.path), "r") as file:
+            for block in stream_blocks(self.engine, file, nbytes, self.pool, path="the file", **options):
+                yield bytes(block)
+
+
+def bytes_of(storage: Any) -> bytes:
+    """A storage's content."""
+    return torch.empty(0, dtype=torch.uint8).set_(storage).numpy().tobytes()
+
+
+@pytest.fixture(params=["posix", "io_uring"])
+def bench(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Bench]:
+    """Records of all sizes, written by torch's own writer."""
+    contents = {key: os.urandom(nbytes) for key, nbytes in SIZES.items()}
+    path = tmp_path / "file"
+    with torch.serialization._open_zipfile_writer(str(path)) as writer:
+        writer.write_record("data.pkl", b"none", 4)
+        for key, content in contents.items():
+            writer.write_record(f"data/{key}", content, len(content))
+    with open_engine(request.param, queue_depth=4) as engine:
+        yield Bench(path, contents, engine)
+
+
+@pytest.mark.parametrize("block_nbytes", [PAGE_NBYTES, 3 * PAGE_NBYTES, MIB, 64 * MIB])
+@pytest.mark.parametrize("direct", [True, False])
+def test_storages_hold_their_records(bench: Bench, block_nbytes: int, direct: bool) -> None:
+    storages = bench.storages(block_nbytes=block_nbytes, direct=direct)
+    assert {key: bytes_of(storage) for key, storage in storages.items()} == bench.contents
+    assert sum(bench.moved) >= sum(SIZES.values())
+    assert bench.pool.lent_nbytes == 0
+    assert bench.engine.in_flight == 0
+
+
+@pytest.mark.parametrize("keys", [("0",), ("2", "5"), ("1",), ("3", "4")])
+def test_some_storages_and_no_others(bench: Bench, keys: tuple[str, ...]) -> None:
+    storages = bench.storages(*keys)
+    assert {key: bytes_of(storage) for key, storage in storages.items()} == {key: bench.contents[key] for key in keys}
+    assert sum(bench.moved) <= sum(SIZES[key] for key in keys) + 2 * MIB  # little but what was asked for
+
+
+def test_nothing_wanted_reads_nothing(bench: Bench) -> None:
+    directory = bench.directory()
+    with bench.engine.open(str(bench.path), "r") as file:
+        assert bench._reader(file, directory, MIB).read_storages([], verify=True) == {}
+    assert bench.moved == []
+
+
+def test_large_storages_do_not_share_memory(bench: Bench) -> None:
+    """Each mapping goes away with its storage."""
+    storages = bench.storages()
+    ranges = sorted(
+        (storage.data_ptr(), storage.data_ptr() + storage.nbytes()) for storage in storages.values() if storage.nbytes()
+    )
+    assert all(stop <= start for (_, stop), (start, _) in itertools.pairwise(ranges))
+    large = {storages[key].data_ptr() // PAGE_NBYTES for key in ("0", "3")}
+    small = {storages[key].data_ptr() // PAGE_NBYTES for key in ("2", "4", "5")}
+    assert not large & small
+
+
+@pytest.mark.parametrize("key", ["0", "2", "3", "4", "5"])
+def test_a_flipped_bit_is_found_if_it_is_asked_for(bench: Bench, key: str) -> None:
+    directory = bench.directory()
+    with CheckpointFile(bench.path) as source:
+        start = source.data_offset(directory, directory.index[f"data/{key}"])
+    flip(bench.path, start + SIZES[key] - 1, 0x80)
+    with pytest.raises(CorruptCheckpointError, match=rf"the file: record 'data/{key}' \(offset {start}, {SIZES[key]} bytes\)"):
+        bench.storages()
+    assert bench.pool.lent_nbytes == 0
+    assert bytes_of(bench.storages(verify=False)[key])[:-1] == bench.contents[key][:-1]
+
+
+@pytest.mark.parametrize("key", ["0", "2"])
+def test_a_damaged_header_is_named(bench: Bench, key: str) -> None:
+    directory = bench.directory()
+    offset = int(directory.header_offsets[directory.index[f"data/{key}"]])
+    flip(bench.path, offset)
+    with pytest.raises(CheckpointFormatError, match=f"the file: record 'data/{key}': no local header at offset {offset}"):
+        bench.storages()
+    assert bench.pool.lent_nbytes == 0
+    assert bench.engine.in_flight == 0
+
+
+@pytest.mark.parametrize("key", ["0", "4"])
+def test_a_header_that_moves_the_data_into_the_next_record(bench: Bench, key: str) -> None:
+    directory = bench.directory()
+    flip(bench.path, int(directory.header_offsets[directory.index[f"data/{key}"]]) + 29, 0xF0)  # length of the extra field
+    with pytest.raises(CheckpointFormatError, match=f"'data/{key}'.* beyond"):
+        bench.storages()
+
+
+def test_no_thread_is_left(bench: Bench) -> None:
+    before = threading.enumerate()
+    bench.storages()
+    assert threading.enumerate() == before
+
+
+@pytest.mark.parametrize("block_nbytes", [PAGE_NBYTES, 5 * PAGE_NBYTES, MIB, 64 * MIB])
+@pytest.mark.parametrize("queue_depth", [1, 2, 4])
+def test_a_stream_is_the_file(bench: Bench, block_nbytes: int, queue_depth: int) -> None:
+    content = bench.path.read_bytes()
+    blocks = list(bench.blocks(len(content), block_nbytes=block_nbytes, queue_depth=queue_depth))
+    assert b"".join(blocks) == content
+    assert {len(block) for block in blocks[:-1]} <= {block_nbytes}
+    assert bench.pool.lent_nbytes == 0
+
+
+def test_a_stream_of_nothing(bench: Bench) -> None:
+    assert list(bench.blocks(0)) == []
+
+
+def test_a_stream_takes_no_more_than_the_pool(bench: Bench) -> None:
+    """A queue deeper than the pool: blocks are consumed to make room, and nothing waits for ever."""
+    bench.pool = BufferPool(2 * MIB)
+    content = bench.path.read_bytes()
+    assert b"".join(bench.blocks(len(content), queue_depth=4)) == content
+    assert bench.pool.held_nbytes <= 2 * MIB
+
+
+def test_a_stream_that_is_left_gives_all_back(bench: Bench) -> None:
+    stream = bench.blocks(bench.path.stat().st_size, block_nbytes=PAGE_NBYTES)
+    next(stream)
+    assert bench.pool.lent_nbytes > 0
+    stream.close()  # type: ignore[attr-defined]
+    assert bench.pool.lent_nbytes == 0
+    assert bench.engine.in_flight == 0
+
+
+@pytest.mark.parametrize("cut", [1, 5000, 2 * MIB])
+def test_a_stream_of_a_file_that_became_shorter(bench: Bench, cut: int) -> None:
+    nbytes = bench.path.stat().st_size
+    os.truncate(bench.path, nbytes - cut)
+    with pytest.raises(TransferError, match=r"cut meanwhile.*the file") as caught:
+        list(bench.blocks(nbytes))
+    assert caught.value.offset == nbytes - cut or cut > MIB
+    assert bench.pool.lent_nbytes == 0
