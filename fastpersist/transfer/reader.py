@@ -73,8 +73,9 @@ class RecordReader:
                 self._submit_region(pipeline, region, pages, data_offsets, sums)
             pipeline.finish()
         storages: Storages = {}
-        for region, pages in zip(regions, memory, strict=True):
-            self._take_storages(region, pages, data_offsets, sums, storages)
+        memory.reverse()
+        for region in regions:  # pages that no storage views are free as soon as they have been looked at
+            self._take_storages(region, memory.pop(), data_offsets, sums, storages)
         return storages
 
     def _pipeline(self, moved: Callable[[int], None]) -> Pipeline:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -47,14 +48,31 @@ class MappedStorages:
 class Sketch(MappedStorages):
     """``obj`` is the whole object, on the host, over a private mapping of the file.
 
-    In a file of the other byte order all storages are swapped, in memory: some objects cannot be rebuilt otherwise.
-    Raises what unflatten raises.
+    In a file of the other byte order storages are left as they are: which of them a value views does not depend on it. Only
+    where the object cannot be rebuilt so (nested and sparse tensors look at their indices) are all of them swapped, in
+    memory. Raises what unflatten raises.
     """
 
     def __init__(self, source: CheckpointFile, directory: Directory, *, weights_only: bool, order: str) -> None:
         super().__init__(source, directory)
-        pickle_bytes = source.record(directory, PICKLE) or b""
-        self.obj: Any = unflatten(pickle_bytes, self.storage, weights_only=weights_only, place=_stay, order=order)
+        self._pickle_bytes = source.record(directory, PICKLE) or b""
+        self._weights_only = weights_only
+        self._swapped_order = None if order == sys.byteorder else order
+        try:
+            self.obj = self._rebuild(sys.byteorder)
+        except Exception:
+            if not self._swap():
+                raise
+
+    def _rebuild(self, order: str) -> Any:
+        return unflatten(self._pickle_bytes, self.storage, weights_only=self._weights_only, place=_stay, order=order)
+
+    def _swap(self) -> bool:
+        """Rebuild the object over swapped storages; False if that is not called for, or was done already."""
+        order, self._swapped_order = self._swapped_order, None
+        if order is not None:
+            self.obj = self._rebuild(order)
+        return order is not None
 
     def choose(self, wanted: Callable[[str], bool]) -> tuple[set[str], list[int]]:
         """Of the values of the state dict that are wanted: their paths, and the records that they need.
@@ -74,6 +92,8 @@ class Sketch(MappedStorages):
         try:
             storages = flatten(values).storages  # pickling a value meets all of its storages
         except Exception as error:
+            if self._swap():
+                return self.choose(wanted)
             raise CheckpointFormatError(f"the chosen values cannot be searched for storages: {brief(error)}") from error
         records = {self.record_of(storage) for storage in storages}
         return paths, sorted(record for record in records if record is not None)
