@@ -11,7 +11,7 @@ READY := $(VENV)/.ready
 .PHONY: demo test bench lint clean
 
 demo: $(READY)
-	$(BIN)/python benchmarks/torch_save_model.py --model auto --verify --repeat 3 --folder $(DIR)
+	$(BIN)/python benchmarks/torch_save_model.py --model auto --verify --no-peers --repeat 3 --folder $(DIR)
 
 test: $(READY)
 	$(BIN)/python -m pytest

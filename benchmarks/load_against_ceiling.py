@@ -5,7 +5,6 @@ python benchmarks/load_against_ceiling.py --folder /mnt/nvme0
 
 from __future__ import annotations
 
-import gc
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -17,8 +16,8 @@ import script_options
 import torch
 import typer
 from measuring import GB, Cost, Spread, machine_line, measure, paired_ratios
-from reading import OURS, Loader, drop_from_cache, fill_cache, loaders, remove_files, write_files
-from room import ready_memory, require_room, scratch_folder
+from reading import OURS, Loader, drop_from_cache, loaders, measure_load, remove_files, write_files
+from room import require_room, scratch_folder
 from workloads import MIB, random_tensors
 
 from fastpersist.memory.pages import Pages
@@ -108,18 +107,8 @@ def measure_rounds(scratch: Path, rounds: int, engine: str | None, *, weights_on
             drop_from_cache(scratch / OURS)
             result.fio_rates.append(fio.read_rate(scratch / OURS, FIO_BLOCK_NBYTES, engine))
         for row in result.rows:
-            row.costs.append(_measure_load(row.loader, scratch / row.loader.file, cold=cold))
+            row.costs.append(measure_load(row.loader, scratch / row.loader.file, cold=cold))
     return result
-
-
-def _measure_load(loader: Loader, path: Path, *, cold: bool) -> Cost:
-    (drop_from_cache if cold else fill_cache)(path)
-    ready_memory(path.stat().st_size)
-    loaded: list[object] = []
-    cost = measure(lambda: loaded.append(loader.load(path)))
-    loaded.clear()  # giving the memory back is not part of a load
-    gc.collect()
-    return cost
 
 
 def print_table(title: str, result: Outcome, nbytes: int) -> None:

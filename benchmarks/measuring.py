@@ -74,9 +74,24 @@ def filesystem_type(folder: Path) -> str:
     return nearest.fstype if nearest else "unknown"
 
 
-def machine_line(folder: Path) -> str:
+@dataclass(frozen=True, slots=True)
+class Machine:
     """What must be known of the machine to read the figures."""
-    return (
-        f"machine: Linux {platform.release()}, {filesystem_type(folder)}, torch {torch.__version__}, "
-        f"{len(os.sched_getaffinity(0))} cores"
-    )
+
+    kernel: str
+    filesystem: str
+    torch: str
+    cores: int
+
+    @classmethod
+    def here(cls, folder: Path) -> Self:
+        """This machine and the filesystem of ``folder``."""
+        return cls(platform.release(), filesystem_type(folder), torch.__version__, len(os.sched_getaffinity(0)))
+
+    def __str__(self) -> str:
+        return f"machine: Linux {self.kernel}, {self.filesystem}, torch {self.torch}, {self.cores} cores"
+
+
+def machine_line(folder: Path) -> str:
+    """The machine in one line."""
+    return str(Machine.here(folder))

@@ -16,6 +16,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 try:
     from transformers import (
+        CLIPVisionConfig,
         GPT2Config,
         GPT2LMHeadModel,
         LlamaConfig,
@@ -26,8 +27,11 @@ try:
         T5Config,
         T5ForConditionalGeneration,
     )
+    from vision_model import VisionLanguageModel
 except ModuleNotFoundError as error:
     raise SystemExit(f"{error}: install the extra that the benchmarks need, pip install 'fastpersist[bench]'") from error
+
+Model = PreTrainedModel | VisionLanguageModel
 
 _SEQUENCE_LENGTH = 8
 # In float16 the default of 1e-8 rounds to zero, and an unused weight becomes 0/0.
@@ -40,6 +44,7 @@ class ModelName(enum.StrEnum):
     TINY_T5 = "tiny-t5"
     GPT2_LARGE = "gpt2-large"
     PHI3 = "phi3"
+    PHI3_V = "phi3-v"
     LLAMA3_1B = "llama3-1B"
     AUTO = "auto"
 
@@ -93,6 +98,20 @@ def _phi3() -> PreTrainedModel:
     return Phi3ForCausalLM(config)
 
 
+def _phi3_v() -> VisionLanguageModel:
+    """The shape of Phi-3-vision: transformers has no class for it, but has its parts."""
+    eyes = CLIPVisionConfig(
+        hidden_size=1024,
+        intermediate_size=4096,
+        num_hidden_layers=24,
+        num_attention_heads=16,
+        image_size=336,
+        patch_size=14,
+        projection_dim=768,
+    )
+    return VisionLanguageModel(eyes, _phi3())
+
+
 def _llama3_1b() -> PreTrainedModel:
     """The shape of Llama-3.2-1B."""
     config = LlamaConfig(
@@ -108,10 +127,11 @@ def _llama3_1b() -> PreTrainedModel:
     return LlamaForCausalLM(config)
 
 
-_BUILDERS: dict[ModelName, Callable[[], PreTrainedModel]] = {
+_BUILDERS: dict[ModelName, Callable[[], Model]] = {
     ModelName.TINY_T5: _tiny_t5,
     ModelName.GPT2_LARGE: _gpt2_large,
     ModelName.PHI3: _phi3,
+    ModelName.PHI3_V: _phi3_v,
     ModelName.LLAMA3_1B: _llama3_1b,
 }
 
@@ -139,7 +159,7 @@ def needs(recipe: Recipe) -> Needs:
     )
 
 
-def _largest_temporaries_nbytes(recipe: Recipe, model: PreTrainedModel) -> int:
+def _largest_temporaries_nbytes(recipe: Recipe, model: Model) -> int:
     """AdamW works on one weight at a time, through a few temporaries of its size."""
     largest_nbytes = max(weight.numel() for weight in model.parameters()) * recipe.dtype.itemsize
     return 4 * largest_nbytes if recipe.optimizer else 0
@@ -147,14 +167,14 @@ def _largest_temporaries_nbytes(recipe: Recipe, model: PreTrainedModel) -> int:
 
 def build_checkpoint(recipe: Recipe, device: str) -> dict[str, object]:
     """{"model": state dict} and, if asked for, "optimizer": AdamW's state after a forward, a backward and a step."""
-    model = _build(recipe, device)
+    model = build_model(recipe, device)
     checkpoint: dict[str, object] = {"model": model.state_dict()}
     if recipe.optimizer:
         checkpoint["optimizer"] = _step(model, recipe).state_dict()
     return checkpoint
 
 
-def _build(recipe: Recipe, device: str) -> PreTrainedModel:
+def build_model(recipe: Recipe, device: str) -> Model:
     """Made in its final type and place: a conversion afterwards would need both in memory."""
     previous = torch.get_default_dtype()
     torch.set_default_dtype(recipe.dtype)
@@ -165,15 +185,21 @@ def _build(recipe: Recipe, device: str) -> PreTrainedModel:
         torch.set_default_dtype(previous)
 
 
-def _step(model: PreTrainedModel, recipe: Recipe) -> torch.optim.AdamW:
+def _step(model: Model, recipe: Recipe) -> torch.optim.AdamW:
     """One step on a tiny random batch. The gradients are given up: they are no part of a checkpoint."""
     epsilon = _ADAMW_EPSILON[recipe.dtype]
     optimizer = torch.optim.AdamW(model.parameters(), eps=epsilon, fused=recipe.fused or None)
-    tokens = torch.randint(0, model.config.vocab_size, (1, _SEQUENCE_LENGTH), device=model.device)
-    model(input_ids=tokens, labels=tokens).loss.backward()
+    tiny_loss(model).backward()
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return optimizer
+
+
+def tiny_loss(model: Model) -> torch.Tensor:
+    """The loss of a forward pass over a tiny random batch."""
+    tokens = torch.randint(0, model.config.vocab_size, (1, _SEQUENCE_LENGTH), device=model.device)
+    loss: torch.Tensor = model(input_ids=tokens, labels=tokens).loss
+    return loss
 
 
 def describe(recipe: Recipe, payload: int) -> str:

@@ -57,7 +57,12 @@ def _exit_on_signal(number: int, _: FrameType | None) -> None:
 
 
 def remove_and_settle(path: Path) -> None:
-    """Delete ``path``, if it exists, and wait until the filesystem has recorded it: the next save must not pay for that."""
+    """Delete ``path`` (file or folder), if it exists, and wait until the filesystem has recorded it.
+
+    The next save must not pay for that.
+    """
+    if path.is_dir():
+        shutil.rmtree(path)
     path.unlink(missing_ok=True)
     directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
     try:

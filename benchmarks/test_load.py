@@ -30,7 +30,8 @@ TAGS = (
     "fastpersist, posix",
     "fastpersist, verify=True",
     "fastpersist, torch's file",
-    "safetensors load_file",
+    "safetensors load_file, mapped",
+    "safetensors load_file, copied",
 )
 
 

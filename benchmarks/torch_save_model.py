@@ -1,4 +1,4 @@
-"""Save the checkpoint of a model with torch.save and with fastpersist, and compare.
+"""Save the checkpoint of a model with torch.save, with fastpersist and with others, and compare.
 
 python benchmarks/torch_save_model.py --folder /mnt/nvme0 --model gpt2-large --optimizer
 """
@@ -11,21 +11,18 @@ import script_options
 import typer
 from models import ModelName, Recipe, build_checkpoint, choose_model, describe, needs
 from room import require_room
-from saving import run
+from save_comparison import run
 from verifying import payload_nbytes
 
 Model = Annotated[ModelName, typer.Option(help="Built with random weights. auto: gpt2-large, or smaller if it does not fit.")]
-Optimizer = Annotated[bool, typer.Option("--optimizer", help="Add the state of AdamW after one real step.")]
-Fused = Annotated[bool, typer.Option("--fused", help="Use the fused AdamW; goes with --optimizer.")]
-Half = Annotated[bool, typer.Option("--half", help="Weights in float16.")]
 
 
 def main(
     folder: script_options.Folder,
     model: Model = ModelName.AUTO,
-    optimizer: Optimizer = False,
-    fused: Fused = False,
-    half: Half = False,
+    optimizer: script_options.Optimizer = False,
+    fused: script_options.Fused = False,
+    half: script_options.Half = False,
     gpu: script_options.Gpu = False,
     io_buffer_mb: script_options.BlockMb = None,
     queue_depth: script_options.QueueDepth = None,
@@ -34,10 +31,12 @@ def main(
     no_statistics: script_options.NoStatistics = False,
     verify: script_options.Verify = True,
     checksum: script_options.Checksum = True,
+    peers: script_options.Peers = True,
+    json: script_options.JsonPath = None,
+    plot: script_options.PlotPath = None,
 ) -> None:
-    """Save the checkpoint of a model with torch.save and with fastpersist, and compare."""
-    if fused and not optimizer:
-        raise typer.BadParameter("there is no optimizer to fuse: add --optimizer", param_hint="--fused")
+    """Save the checkpoint of a model with torch.save, with fastpersist and with others, and compare."""
+    script_options.require_optimizer(fused=fused, optimizer=optimizer)
     options = script_options.saving_options(
         engine=engine,
         io_buffer_mb=io_buffer_mb,
@@ -46,7 +45,9 @@ def main(
         repeat=repeat,
         verify=verify,
         no_statistics=no_statistics,
+        peers=peers,
     )
+    outputs = script_options.outputs(json, plot)
     device = script_options.device_name(gpu)
     if model is ModelName.AUTO:
         model, why = choose_model(folder, half=half, optimizer=optimizer)
@@ -56,8 +57,9 @@ def main(
         wanted = needs(recipe)
         require_room(folder, file_nbytes=wanted.file_nbytes, memory_nbytes=wanted.memory_nbytes)
         checkpoint = build_checkpoint(recipe, device)
-        typer.echo(describe(recipe, payload_nbytes(checkpoint)))
-        run(checkpoint, folder, options)
+        workload = describe(recipe, payload_nbytes(checkpoint))
+        typer.echo(workload)
+        run(checkpoint, f"{workload}, from {device}", folder, options, outputs)
 
 
 if __name__ == "__main__":

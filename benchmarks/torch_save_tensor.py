@@ -1,4 +1,4 @@
-"""Save one tensor of random bytes with torch.save and with fastpersist, and compare.
+"""Save one tensor of random bytes with torch.save, with fastpersist and with others, and compare.
 
 python benchmarks/torch_save_tensor.py --folder /mnt/nvme0 --mb_size 1024
 """
@@ -10,7 +10,7 @@ from typing import Annotated
 import script_options
 import typer
 from room import require_room
-from saving import run
+from save_comparison import run
 from workloads import MIB, random_tensor
 
 MbSize = Annotated[int, typer.Option("--mb_size", "--mb-size", min=1, help="MiB of the tensor.")]
@@ -27,8 +27,11 @@ def main(
     no_statistics: script_options.NoStatistics = False,
     verify: script_options.Verify = True,
     checksum: script_options.Checksum = True,
+    peers: script_options.Peers = True,
+    json: script_options.JsonPath = None,
+    plot: script_options.PlotPath = None,
 ) -> None:
-    """Save one tensor of random bytes with torch.save and with fastpersist, and compare."""
+    """Save one tensor of random bytes with torch.save, with fastpersist and with others, and compare."""
     options = script_options.saving_options(
         engine=engine,
         io_buffer_mb=io_buffer_mb,
@@ -37,11 +40,14 @@ def main(
         repeat=repeat,
         verify=verify,
         no_statistics=no_statistics,
+        peers=peers,
     )
+    outputs = script_options.outputs(json, plot)
     device = script_options.device_name(gpu)
     with script_options.plain_errors():
         require_room(folder, file_nbytes=mb_size * MIB, memory_nbytes=mb_size * MIB)
-        run({"tensor": random_tensor(mb_size * MIB // 2).to(device)}, folder, options)
+        tensor = random_tensor(mb_size * MIB // 2).to(device)
+        run({"tensor": tensor}, f"one tensor of {mb_size} MiB, random bfloat16, from {device}", folder, options, outputs)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 
+from fastpersist.bench import bench
 from fastpersist.checkpoint import inspect as inspect_checkpoint
 from fastpersist.checkpoint import verify as verify_checkpoint
 from fastpersist.engines import available
@@ -94,6 +95,9 @@ def probe(context: typer.Context) -> None:
     from fastpersist.probe import app as command  # the other commands do without what it imports
 
     command(context.args, prog_name="fastpersist probe")
+
+
+app.command()(bench)
 
 
 def _complain(error: Exception) -> int:

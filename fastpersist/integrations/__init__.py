@@ -1,0 +1,1 @@
+"""fastpersist inside other libraries. Each module needs its library, and says so where it is missing."""
