@@ -32,6 +32,7 @@ StorageLookup = Callable[[str], torch.UntypedStorage | None]
 """The storage under a key, None if the checkpoint has none."""
 
 MAX_LOCATION_LENGTH = 200
+_STORAGE_TYPES = (type, torch.serialization.StorageType)  # torch's own pickles give the one or the other
 LEGACY_START = re.compile(rb"\x80[\x02-\x05](\x95.{8})?\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19", re.DOTALL)
 """How files of torch before 1.6 begin: the pickle of torch.serialization.MAGIC_NUMBER, in a frame from protocol 4 on."""
 LEGACY_START_NBYTES = 24
@@ -154,16 +155,13 @@ class _StorageLoader:
         if type(saved_id) is not tuple or len(saved_id) != 5:
             raise _OwnError(CheckpointFormatError("data.pkl refers to a storage by something that is no tuple of five"))
         kind, storage_type, key, location, numel = saved_id
-        if (
-            type(key) is not str
-            or type(numel) is not int
-            or not isinstance(storage_type, type | torch.serialization.StorageType)
-        ):
+        if type(key) is not str or type(numel) is not int or not isinstance(storage_type, _STORAGE_TYPES):
             raise _OwnError(CheckpointFormatError("data.pkl refers to a storage by values of the wrong types"))
         found = self._loaded.get(key)
         if found is not None:
             return found
-        kind, location = _text(kind), _text(location)
+        if type(kind) is not str or type(location) is not str:
+            kind, location = _text(kind), _text(location)
         if kind != "storage" or len(location) > MAX_LOCATION_LENGTH:
             raise _OwnError(CheckpointFormatError(f"data.pkl refers to a storage as {brief(kind)} at {brief(location)}"))
         storage, read = self._lookup(key), True

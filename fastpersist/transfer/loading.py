@@ -76,11 +76,12 @@ def load_records(
         sketch = None if wanted is None else Sketch(source, directory, weights_only=weights_only, order=order)
         chosen, records = (set(), directory.storages()) if sketch is None or wanted is None else sketch.choose(wanted)
         storages = _read_storages(source, directory, records, reading)
-        empty = {key for key, storage in storages.items() if not storage}
+        empty = {key for key, storage in storages.items() if storage.nbytes() == 0}
 
         def lookup(key: str) -> torch.UntypedStorage | None:
             # A storage is asked for once (moved to a device, its copy here is freed), an empty one is made for each mention.
-            return storages.pop(key, None) or (empty_storage() if key in empty else None)
+            storage = storages.pop(key, None)
+            return empty_storage() if storage is None and key in empty else storage
 
         unread = None if sketch is None else sketch.storage
         obj = unflatten(pickle_bytes, lookup, unread=unread, weights_only=weights_only, map_location=map_location, order=order)
