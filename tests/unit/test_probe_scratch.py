@@ -125,7 +125,8 @@ def test_handlers_of_signals_are_put_back() -> None:
 
 
 _VICTIM = """
-import sys, time
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background inherits that it is ignored
 from fastpersist import probe
 from fastpersist.probing.sweep import Sweeper
 
@@ -143,11 +144,14 @@ probe.app([sys.argv[1], "--budget-gb", "0.01", "--engine", "posix"])
 def test_a_signal_in_the_middle_of_the_sweep_leaves_nothing(tmp_path: Path, number: signal.Signals, status: int) -> None:
     command = [sys.executable, "-c", _VICTIM, str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline().startswith("measured")
-        assert os.listdir(tmp_path) == []  # nor would SIGKILL leave anything
-        process.send_signal(number)
-        _, errors = process.communicate(timeout=120)
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline().startswith("measured")
+            assert os.listdir(tmp_path) == []  # nor would SIGKILL leave anything
+            process.send_signal(number)
+            _, errors = process.communicate(timeout=120)
+        finally:
+            process.kill()  # harmless after its end, and without it the test would wait for a victim that lives on
     assert process.returncode == status
     assert "Traceback" not in errors
     assert os.listdir(tmp_path) == []
