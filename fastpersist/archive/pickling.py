@@ -64,6 +64,9 @@ def garbage_collector_paused() -> Iterator[None]:
         yield
     finally:
         if enabled:
+            if gc.get_freeze_count() == 0:  # nobody else's frozen objects would be thawed
+                gc.freeze()  # together they move what was made into the oldest generation: it is looked through once,
+                gc.unfreeze()  # in the next full collection, and not right now
             gc.enable()
 
 

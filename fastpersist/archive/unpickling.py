@@ -169,7 +169,7 @@ class _StorageLoader:
             storage, read = self._unread(key), False
         if storage is None:
             raise _OwnError(CheckpointFormatError(f"data.pkl refers to storage {brief(key)}, but there is no such record"))
-        dtype, nbytes = self._dtype(storage_type, key), storage.nbytes()
+        dtype, nbytes = self._dtypes.get(storage_type) or self._dtype(storage_type, key), storage.nbytes()
         if nbytes != numel * dtype.itemsize:
             count = numel if 0 <= numel < 1 << 63 else "an absurd number of"
             message = f"record 'data/{key}' holds {nbytes} bytes, data.pkl expects {count} elements of {dtype}"
@@ -184,8 +184,6 @@ class _StorageLoader:
         return typed
 
     def _dtype(self, storage_type: Any, key: str) -> torch.dtype:
-        if storage_type in self._dtypes:
-            return self._dtypes[storage_type]
         dtype = getattr(storage_type, "dtype", None)
         if not isinstance(dtype, torch.dtype):
             raise _OwnError(CheckpointFormatError(f"data.pkl gives storage {brief(key)} a type that is no storage's"))

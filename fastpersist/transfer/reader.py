@@ -147,7 +147,10 @@ class RecordReader:
             if sums is not None:
                 found = sums.total(record) if is_large(nbytes) else crc32(pages.view[place : place + nbytes])
                 self._check_sum(record, start, found)
-            storages[names[record][KEY_PLACE:]] = _storage_at(whole, pages, place, nbytes)
+            if nbytes and not (pages.address + place) % DTYPE_ALIGNMENT:
+                storages[names[record][KEY_PLACE:]] = whole[place : place + nbytes]
+            else:
+                storages[names[record][KEY_PLACE:]] = _moved_storage(pages, place, nbytes)
 
     def _check_sum(self, record: int, start: int, found: int) -> None:
         expected = self._directory.checksums[record]
@@ -158,14 +161,13 @@ class RecordReader:
             )
 
 
-def _storage_at(whole: torch.UntypedStorage, pages: Pages, place: int, nbytes: int) -> torch.UntypedStorage:
+def _moved_storage(pages: Pages, place: int, nbytes: int) -> torch.UntypedStorage:
+    """A storage whose bytes do not lie where they can be used: they are copied to where they are aligned."""
     if nbytes == 0:
         return empty_storage()
-    if (pages.address + place) % DTYPE_ALIGNMENT:
-        copy = Pages(nbytes)
-        ctypes.memmove(copy.address, pages.address + place, nbytes)
-        whole, place = torch.frombuffer(copy.view, dtype=torch.uint8).untyped_storage(), 0
-    view: torch.UntypedStorage = whole[place : place + nbytes]
+    copy = Pages(nbytes)
+    ctypes.memmove(copy.address, pages.address + place, nbytes)
+    view: torch.UntypedStorage = torch.frombuffer(copy.view, dtype=torch.uint8).untyped_storage()[:nbytes]
     return view
 
 
