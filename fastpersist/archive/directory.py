@@ -279,7 +279,7 @@ def _without_prefix(names: list[str], prefix: str) -> list[str]:
             raise CheckpointFormatError(f"record {name[:200]!r} does not lie under the checkpoint's folder {prefix!r}")
     short_names = [name[len(start) :] for name in names]
     together = "/".join(short_names)
-    if not prefix or "\0" in together or "\\" in together or ".." in together.split("/"):
+    if not prefix or "\0" in together or "\\" in together or "/../" in f"/{together}/":
         strange = [name for name in short_names if "\0" in name or "\\" in name or ".." in name.split("/")]
         raise CheckpointFormatError(f"a record has a name that no checkpoint has: {(strange or names)[0][:200]!r}")
     return short_names

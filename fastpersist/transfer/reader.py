@@ -19,7 +19,7 @@ from fastpersist.memory.buffers import AlignedBuffer, BufferPool
 from fastpersist.memory.checksum import crc32, crc32_combine
 from fastpersist.memory.pages import Pages
 from fastpersist.transfer.pipeline import Pipeline
-from fastpersist.transfer.regions import Region, is_large, plan_regions
+from fastpersist.transfer.regions import LARGE_STORAGE_NBYTES, Region, is_large, plan_regions
 
 DTYPE_ALIGNMENT = 16
 """The widest element (complex128): data at other offsets, which no torch writes, is copied to where it is aligned."""
@@ -62,7 +62,8 @@ class RecordReader:
         data that contradicts its checksum, TransferError for a read that fails.
         """
         with self._pipeline(lambda nbytes: None) as pipeline:
-            large = [record for record in wanted if is_large(int(self._directory.nbytes[record]))]
+            sizes = self._directory.nbytes.tolist()
+            large = [record for record in wanted if sizes[record] >= LARGE_STORAGE_NBYTES]
             data_offsets = self._read_data_offsets(pipeline, large)
         regions = plan_regions(self._directory, wanted, data_offsets)
         memory = [Pages(region.nbytes) for region in regions]

@@ -53,7 +53,7 @@ def plan_regions(directory: Directory, wanted: Sequence[int], data_offsets: dict
             together.clear()
 
     for record in wanted:
-        if is_large(sizes[record]):
+        if sizes[record] >= LARGE_STORAGE_NBYTES:
             close()
             start = data_offsets[record]
             regions.append(_region(start, start + sizes[record], (record,), directory.file_nbytes))
