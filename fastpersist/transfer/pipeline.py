@@ -56,9 +56,11 @@ class Pipeline:
         try:
             self._engine.drain()
         finally:
-            for buffer in self._lent:
-                if self._pool.lends(buffer):  # an interrupt may have struck just after it was given back
-                    self._pool.release(buffer)
+            # An interrupt may strike before drain has begun. What is in flight then keeps its buffers, and the pool its count.
+            if not self._engine.in_flight:
+                for buffer in self._lent:
+                    if self._pool.lends(buffer):  # another may have struck just after it was given back
+                        self._pool.release(buffer)
             self._lent.clear()
 
     def submit(self, request: Request, *, buffer: AlignedBuffer | None = None, finished: Finished | None = None) -> None:
