@@ -12,9 +12,9 @@ import copyreg
 import gc
 import io
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -49,7 +49,7 @@ def flatten(obj: object, protocol: int = 2) -> FlatObject:
         raise ValueError(f"pickle_protocol must be 2 or 3, not {protocol!r}: torch.load(weights_only=True) reads no other")
     buffer = io.BytesIO()
     pickler = _StoragePickler(buffer, protocol)
-    with garbage_collector_paused():
+    with garbage_collector_paused(), pickler:
         pickler.dump(obj)
     return FlatObject(buffer.getvalue(), pickler.storages, pickler.storage_nbytes)
 
@@ -70,102 +70,103 @@ def garbage_collector_paused() -> Iterator[None]:
             gc.enable()
 
 
-class _StorageReference:
-    """Stands for one mention of a storage in the pickle."""
+class _LastMember:
+    """Stands for the last member of a plain tensor."""
 
-    __slots__ = ("persistent_id",)
 
-    def __init__(self, persistent_id: PersistentId) -> None:
-        self.persistent_id = persistent_id
+_answer_none: Callable[[object], None] = collections.deque[object](maxlen=0).append  # to any object, without running Python
 
 
 class _StoragePickler(pickle.Pickler):
+    """Use it within its with block, and once."""
+
     def __init__(self, buffer: io.BytesIO, protocol: int) -> None:
         super().__init__(buffer, protocol=protocol)
         self.storages: list[torch.UntypedStorage] = []  # strong references: a key stands for an address that must not be reused
         self.storage_nbytes: list[int] = []
         # A program may have taught pickle its own way with tensors, which then goes first.
         self._shortcut = torch.Tensor not in copyreg.dispatch_table and torch.Tensor.__reduce_ex__ is _TORCHS_REDUCE_EX
+        self._shortcut_dtype: torch.dtype | None = None  # of the tensor that took it, and whose storage is pickled next
         self._keys: dict[int, str] = {}
         self._dtypes: dict[int, torch.dtype] = {}
-        self._storage_types: dict[torch.dtype, type] = {}
+        self._no_storages: set[type] = {str, int, tuple, dict}  # types met so far that are none of a storage
+        self._find_storage = self._storage_id  # one reference for good: no method may vanish in the middle of its own call
+        self.persistent_id = self._find_storage  # type: ignore[method-assign]
 
-    def persistent_id(self, obj: Any) -> PersistentId | None:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.persistent_id = _answer_none  # type: ignore[method-assign]
+        del self._find_storage  # a cycle, which would keep all storages alive until the next garbage collection
+
+    def _storage_id(self, obj: Any) -> PersistentId | None:
         # Called for every object of the pickle, some 19 of them for a tensor: the usual answer must come first.
         kind = type(obj)
-        if kind is _StorageReference:
-            persistent_id: PersistentId = obj.persistent_id
-            return persistent_id
-        if kind is torch.storage.TypedStorage:
-            return self._typed(obj._untyped_storage, obj.dtype, getattr(obj, "_fake_device", None))
+        if kind in self._no_storages:
+            return None
         if issubclass(kind, torch.UntypedStorage):
-            return self._identify(obj, torch.uint8, torch.UntypedStorage, obj.nbytes(), getattr(obj, "_fake_device", None))
-        if issubclass(kind, torch.storage.TypedStorage):  # the old torch.FloatStorage and its like
-            return self._typed(obj._untyped_storage, obj.dtype, getattr(obj, "_fake_device", None))
+            if self._shortcut_dtype is not None:
+                dtype, self._shortcut_dtype = self._shortcut_dtype, None
+                self.persistent_id = _answer_none  # type: ignore[method-assign]  # as far as the tensor's last member
+                return self._identify(obj, dtype, _STORAGE_TYPES[dtype], "cpu")
+            return self._identify(obj, torch.uint8, torch.UntypedStorage, _location(obj, obj))
+        if issubclass(kind, torch.storage.TypedStorage):  # and the old torch.FloatStorage and its like
+            if obj.dtype not in _STORAGE_TYPES:
+                raise KeyError(f"dtype {obj.dtype} is not recognized")
+            storage = obj._untyped_storage
+            return self._identify(storage, obj.dtype, _STORAGE_TYPES[obj.dtype], _location(storage, obj))
+        self._no_storages.add(kind)
         return None
 
     def reducer_override(self, obj: Any) -> Any:
-        """What Tensor.__reduce_ex__ returns for a plain tensor, in a third of the time; all others take the usual way."""
-        if type(obj) is not torch.Tensor or not self._shortcut or not _is_plain(obj):
-            return NotImplemented
-        arguments: tuple[Any, ...] = (
-            _StorageReference(self._typed(obj.untyped_storage(), obj.dtype, None)),
-            obj.storage_offset(), tuple(obj.size()), obj.stride(), obj.requires_grad, collections.OrderedDict(),
-        )  # fmt: skip
-        return torch._utils._rebuild_tensor_v2, arguments
+        """What Tensor.__reduce_ex__ returns for a plain tensor, in a fraction of the time; all others take the usual way."""
+        kind = type(obj)
+        if kind is torch.Tensor and self._shortcut and _is_plain(obj):
+            self._shortcut_dtype = obj.dtype
+            return torch._utils._rebuild_tensor_v2, (
+                obj.untyped_storage(), obj.storage_offset(), tuple(obj.shape), obj.stride(), obj.requires_grad,
+                _LastMember(),
+            )  # fmt: skip
+        if kind is _LastMember:  # torch puts an empty OrderedDict there
+            self.persistent_id = self._find_storage  # type: ignore[method-assign]
+            return collections.OrderedDict, ()
+        return NotImplemented
 
-    def _typed(self, storage: torch.UntypedStorage, dtype: torch.dtype, fake_device: object) -> PersistentId:
-        storage_type = self._storage_types.get(dtype)
-        if storage_type is None:
-            typed = torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)  # type: ignore[no-untyped-call]
-            storage_type = getattr(torch, typed._pickle_storage_type())  # type: ignore[no-untyped-call]
-            self._storage_types[dtype] = storage_type
-        return self._identify(storage, dtype, storage_type, storage.nbytes() // dtype.itemsize, fake_device)
-
-    def _identify(
-        self, storage: torch.UntypedStorage, dtype: torch.dtype, storage_type: type, numel: int, fake_device: object
-    ) -> PersistentId:
-        key = self._keys.get(storage._cdata)
-        if key is None:
-            key = self._add(storage, dtype, numel)
-        else:
-            self._check_dtype(storage, dtype)
-        if fake_device is not None:
-            location = str(fake_device)
-        else:
-            location = "cpu" if storage.device.type == "cpu" else torch.serialization.location_tag(storage)
-        return ("storage", storage_type, key, location, numel)
-
-    def _add(self, storage: torch.UntypedStorage, dtype: torch.dtype, numel: int) -> str:
-        if storage.device.type == "meta":
-            raise ValueError(
-                "cannot save a storage on device 'meta': it has no data (save tensors on 'meta', not their storages)"
-            )
-        self._check_dtype(storage, dtype)
-        key = str(len(self.storages))
-        self._keys[storage._cdata] = key
-        self.storages.append(storage)
-        # numel x itemsize: a storage may hold a few bytes more, and torch refuses to load a record of that length.
-        self.storage_nbytes.append(numel * dtype.itemsize)
-        return key
-
-    def _check_dtype(self, storage: torch.UntypedStorage, dtype: torch.dtype) -> None:
+    def _identify(self, storage: torch.UntypedStorage, dtype: torch.dtype, storage_type: type, location: str) -> PersistentId:
         address = storage.data_ptr()
         if address and self._dtypes.setdefault(address, dtype) is not dtype:
             raise RuntimeError("Cannot save multiple tensors or storages that view the same data as different types")
+        # numel x itemsize: a storage may hold a few bytes more, and torch refuses to load a record of that length.
+        numel = storage.nbytes() // dtype.itemsize
+        key = self._keys.get(storage._cdata)
+        if key is None:
+            self._keys[storage._cdata] = key = str(len(self.storages))
+            self.storages.append(storage)
+            self.storage_nbytes.append(numel * dtype.itemsize)
+        return ("storage", storage_type, key, location, numel)
+
+
+def _location(storage: torch.UntypedStorage, holder: Any) -> str:
+    """Where torch.load is to put the storage; ``holder`` may carry the device of a fake one."""
+    if storage.device.type == "meta":
+        raise ValueError("cannot save a storage on device 'meta': it has no data (save tensors on 'meta', not their storages)")
+    fake_device = getattr(holder, "_fake_device", None)
+    location: str = str(fake_device) if fake_device is not None else torch.serialization.location_tag(storage)
+    return location
 
 
 _TORCHS_REDUCE_EX = torch.Tensor.__reduce_ex__
-_NEW_DTYPES = torch.storage._new_dtypes()  # pickled as untyped storages, through _rebuild_tensor_v3
-_PLAIN_DEVICES = ("cpu", "cuda")
+_STORAGE_TYPES = {dtype: getattr(torch, name) for dtype, name in torch.storage._dtype_to_storage_type_map().items()}
 _has_names = getattr(torch.Tensor, "has_names", None)  # older torch has named tensors, and refuses to pickle them
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
+    """True for one in host memory without anything special; newer dtypes are pickled as untyped storages, another way."""
     return (
-        tensor.layout is torch.strided
-        and tensor.device.type in _PLAIN_DEVICES
-        and tensor.dtype not in _NEW_DTYPES
+        tensor.is_cpu
+        and tensor.layout is torch.strided
+        and tensor.dtype in _STORAGE_TYPES
         and not tensor.is_quantized
         and not tensor.is_nested
         and not tensor.__dict__

@@ -6,6 +6,7 @@ import copyreg
 import gc
 import io
 import pickle
+import weakref
 import zipfile
 from collections.abc import Iterator
 
@@ -211,3 +212,51 @@ def test_a_registered_way_to_pickle_tensors_is_taken(monkeypatch):
     """copyreg.pickle(torch.Tensor, ...) is the standard library's way to override; torch.save follows it."""
     monkeypatch.setitem(copyreg.dispatch_table, torch.Tensor, lambda tensor: (list, (tensor.tolist(),)))
     assert flatten(torch.arange(3)).pickle_bytes == torchs_pickle(torch.arange(3))
+
+
+class Holder:
+    """Hides storages from everything but its own pickling."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+        self.typed = tensor.storage()
+        self.untyped = torch.ones(5).untyped_storage()
+
+
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
+def test_no_storage_is_missed_after_a_plain_tensor():
+    """While a plain tensor's numbers are pickled storages are not looked for; right after it they are again."""
+    tensors = [torch.full((number + 1,), float(number)) for number in range(6)]
+    special = torch.nn.Parameter(torch.ones(2)), torch.zeros(2, 2).to_sparse(), torch.ones(2, dtype=torch.uint16)
+    obj = [tensors[0], Holder(tensors[1]), tensors[2], *special, tensors[3], tensors[4].untyped_storage(), (tensors[5],)]
+    assert flatten(obj).pickle_bytes == torchs_pickle(obj)
+
+
+@pytest.mark.usefixtures("collector_off")
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
+def test_what_was_pickled_is_free_at_once():
+    """Without the help of the garbage collector: storages may be as large as the memory."""
+    tensor = torch.zeros(1000)
+    storage = weakref.ref(tensor.untyped_storage())
+    flat = flatten([tensor, Holder(torch.zeros(3))])
+    assert flat.nbytes == 4000 + 12 + 20
+    del flat, tensor
+    assert storage() is None
+
+
+@pytest.mark.usefixtures("collector_off")
+def test_what_could_not_be_pickled_is_free_at_once():
+    tensor = torch.zeros(1000)
+    storage = weakref.ref(tensor.untyped_storage())
+    with pytest.raises((AttributeError, pickle.PicklingError)):
+        flatten([tensor, lambda: None])
+    del tensor
+    assert storage() is None
+
+
+@pytest.fixture
+def collector_off() -> Iterator[None]:
+    """No garbage collection meanwhile."""
+    gc.disable()
+    yield
+    gc.enable()
