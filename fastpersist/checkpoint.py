@@ -37,7 +37,7 @@ from fastpersist.transfer.loading import (
 )
 from fastpersist.transfer.publish import Publication, resolve_target
 from fastpersist.transfer.source import CheckpointFile
-from fastpersist.transfer.staging import copy_from_device, host_addresses, residues
+from fastpersist.transfer.staging import copy_from_device, residues
 from fastpersist.transfer.writer import write_blocks
 
 log = logging.getLogger("fastpersist")
@@ -229,7 +229,7 @@ def _write(
 
     Returns the plan and how many bytes of payload went through a buffer.
     """
-    addresses = host_addresses(flat.storages)
+    addresses = np.array(flat.addresses, np.int64)
     archive = plan(
         _prefix(path),
         flat.pickle_bytes,

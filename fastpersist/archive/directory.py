@@ -14,23 +14,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fastpersist.archive.zipformat import LIMIT_32, LOCAL_HEADER_NBYTES
+from fastpersist.archive.zipformat import CENTRAL, LIMIT_32, LOCAL_HEADER_NBYTES
 from fastpersist.errors import CheckpointFormatError
 
 Int64Array = npt.NDArray[np.int64]
 
 _LOCAL = struct.Struct("<IHHHHHIIIHH")
-_CENTRAL = struct.Struct("<IHHHHHHIIIHHHHHII")
 _LENGTHS, _LENGTHS_PLACE = struct.Struct("<HHH"), 28  # name, extra, comment; in a central entry
 _LOCAL_LENGTHS_PLACE = 26  # name, extra; in a local header
-_ENTRY = np.dtype(
-    [
-        ("signature", "<u4"), ("made_by", "<u2"), ("needed", "<u2"), ("flags", "<u2"), ("method", "<u2"), ("time", "<u2"),
-        ("date", "<u2"), ("checksum", "<u4"), ("stored_nbytes", "<u4"), ("nbytes", "<u4"), ("name_nbytes", "<u2"),
-        ("extra_nbytes", "<u2"), ("comment_nbytes", "<u2"), ("disk", "<u2"), ("internal", "<u2"), ("external", "<u4"),
-        ("header_offset", "<u4"),
-    ]
-)  # fmt: skip
 _END = struct.Struct("<IHHHHIIH")
 _LOCATOR_64 = struct.Struct("<IIQI")
 _END_64 = struct.Struct("<IQHHIIQQQQ")
@@ -100,7 +91,7 @@ def find_end(tail: bytes, file_nbytes: int) -> EndRecord:
         raise CheckpointFormatError(
             f"the central directory (offset {offset}, {nbytes} bytes) runs into the end record at offset {limit}"
         )
-    if records * _CENTRAL.size > nbytes:
+    if records * CENTRAL.itemsize > nbytes:
         raise CheckpointFormatError(f"{records} records cannot stand in a central directory of {nbytes} bytes")
     return EndRecord(offset, nbytes, records)
 
@@ -148,7 +139,7 @@ def parse_directory(content: bytes, end: EndRecord, file_nbytes: int) -> Directo
     sizes, offsets = entries["nbytes"].astype(np.int64), entries["header_offset"].astype(np.int64)
     stored = entries["stored_nbytes"].astype(np.int64)
     for entry in np.flatnonzero((sizes == LIMIT_32) | (stored == LIMIT_32) | (offsets == LIMIT_32)).tolist():
-        extra_start = positions[entry] + _CENTRAL.size + len(raw_names[entry])
+        extra_start = positions[entry] + CENTRAL.itemsize + len(raw_names[entry])
         extra = content[extra_start : extra_start + int(entries["extra_nbytes"][entry])]
         values = _resolve_zip64(extra, int(sizes[entry]), int(stored[entry]), int(offsets[entry]), names[entry])
         if max(values) > file_nbytes:
@@ -166,7 +157,7 @@ def _find_entries(content: bytes, end: EndRecord) -> tuple[list[int], list[bytes
         for _ in range(end.records):
             name_nbytes, extra_nbytes, comment_nbytes = _LENGTHS.unpack_from(content, position + _LENGTHS_PLACE)
             positions.append(position)
-            start = position + _CENTRAL.size
+            start = position + CENTRAL.itemsize
             raw_names.append(content[start : start + name_nbytes])
             position = start + name_nbytes + extra_nbytes + comment_nbytes
     except struct.error:
@@ -184,10 +175,10 @@ def _find_entries(content: bytes, end: EndRecord) -> tuple[list[int], list[bytes
 
 
 def _decode_entries(content: bytes, positions: list[int]) -> npt.NDArray[Any]:
-    """The fixed parts of all entries, as an array of _ENTRY."""
+    """The fixed parts of all entries, as an array of CENTRAL."""
     raw = np.frombuffer(content, np.uint8)
-    places = np.array(positions, np.int64).reshape(-1, 1) + np.arange(_CENTRAL.size)
-    return raw[places].view(_ENTRY).reshape(-1) if positions else np.zeros(0, _ENTRY)
+    places = np.array(positions, np.int64).reshape(-1, 1) + np.arange(CENTRAL.itemsize)
+    return raw[places].view(CENTRAL).reshape(-1) if positions else np.zeros(0, CENTRAL)
 
 
 def _check_entries(

@@ -61,7 +61,7 @@ class ArchivePlan:
 class _Group:
     """Consecutive records that share an alignment: ``offset % alignment == residue`` holds for the data of each."""
 
-    names: list[str]
+    names: list[bytes]
     nbytes: Int64Array
     alignment: int
     residues: Int64Array
@@ -77,10 +77,10 @@ def plan(prefix: str, pickle_bytes: bytes, storage_nbytes: Int64Array, residues:
     multiples of 4096, as torch.save does under ``storage_alignment = 4096``; it ignores the residues.
     """
     order = _torch_order if layout == "torch" else _auto_order
-    return _place(prefix, order(pickle_bytes, storage_nbytes, residues))
+    return _place(order(prefix.encode(), pickle_bytes, storage_nbytes, residues))
 
 
-def _torch_order(pickle_bytes: bytes, storage_nbytes: Int64Array, residues: Int64Array) -> list[_Group]:
+def _torch_order(prefix: bytes, pickle_bytes: bytes, storage_nbytes: Int64Array, residues: Int64Array) -> list[_Group]:
     # With .format_version present torch computes offsets, from exactly this order and this alignment.
     head = {
         "data.pkl": pickle_bytes,
@@ -90,48 +90,47 @@ def _torch_order(pickle_bytes: bytes, storage_nbytes: Int64Array, residues: Int6
     }
     everything = np.arange(len(storage_nbytes))
     return [
-        _metadata(head, PAGE_NBYTES),
-        _storages(everything, storage_nbytes, PAGE_NBYTES, np.zeros_like(residues)),
-        _metadata({"version": b"3\n", SERIALIZATION_ID: None}, PAGE_NBYTES),
+        _metadata(prefix, head, PAGE_NBYTES),
+        _storages(prefix, everything, storage_nbytes, PAGE_NBYTES, np.zeros_like(residues)),
+        _metadata(prefix, {"version": b"3\n", SERIALIZATION_ID: None}, PAGE_NBYTES),
     ]
 
 
-def _auto_order(pickle_bytes: bytes, storage_nbytes: Int64Array, residues: Int64Array) -> list[_Group]:
+def _auto_order(prefix: bytes, pickle_bytes: bytes, storage_nbytes: Int64Array, residues: Int64Array) -> list[_Group]:
     # Neither .format_version nor .storage_alignment: torch then reads each offset from its header, wherever it lies.
     head = {"data.pkl": pickle_bytes, "byteorder": sys.byteorder.encode(), "version": b"3\n"}
     large = storage_nbytes >= LARGE_NBYTES
     return [
-        _metadata(head, DATA_ALIGNMENT),
-        _storages(np.flatnonzero(~large), storage_nbytes, DATA_ALIGNMENT, np.zeros_like(residues)),
-        _storages(np.flatnonzero(large), storage_nbytes, PAGE_NBYTES, residues),
-        _metadata({SERIALIZATION_ID: None}, DATA_ALIGNMENT),
+        _metadata(prefix, head, DATA_ALIGNMENT),
+        _storages(prefix, np.flatnonzero(~large), storage_nbytes, DATA_ALIGNMENT, np.zeros_like(residues)),
+        _storages(prefix, np.flatnonzero(large), storage_nbytes, PAGE_NBYTES, residues),
+        _metadata(prefix, {SERIALIZATION_ID: None}, DATA_ALIGNMENT),
     ]
 
 
-def _metadata(contents: Mapping[str, bytes | None], alignment: int) -> _Group:
+def _metadata(prefix: bytes, contents: Mapping[str, bytes | None], alignment: int) -> _Group:
+    names = [b"%b/%b" % (prefix, name.encode()) for name in contents]
     sizes = [SERIALIZATION_ID_NBYTES if content is None else len(content) for content in contents.values()]
-    count = len(sizes)
-    return _Group(
-        list(contents), np.array(sizes, np.int64), alignment, np.zeros(count, np.int64), np.full(count, -1, np.int64),
-        list(contents.values()),
-    )  # fmt: skip
+    nothing = np.zeros(len(names), np.int64)
+    return _Group(names, np.array(sizes, np.int64), alignment, nothing, nothing - 1, list(contents.values()))
 
 
-def _storages(chosen: npt.NDArray[Any], storage_nbytes: Int64Array, alignment: int, residues: Int64Array) -> _Group:
-    names = [f"data/{index}" for index in chosen.tolist()]
+def _storages(
+    prefix: bytes, chosen: npt.NDArray[Any], storage_nbytes: Int64Array, alignment: int, residues: Int64Array
+) -> _Group:
+    names = [b"%b/data/%d" % (prefix, index) for index in chosen.tolist()]
     return _Group(names, storage_nbytes[chosen], alignment, residues[chosen], chosen.astype(np.int64))
 
 
-def _place(prefix: str, groups: list[_Group]) -> ArchivePlan:
+def _place(groups: list[_Group]) -> ArchivePlan:
     cursor = 0
     names: list[bytes] = []
     headers, datas = [], []
     metadata: dict[int, bytes | None] = {}
     for group in groups:
-        encoded = [f"{prefix}/{name}".encode() for name in group.names]
         metadata.update(enumerate(group.contents, start=len(names)))
-        header_offsets, data_offsets, cursor = _offsets(cursor, encoded, group)
-        names += encoded
+        header_offsets, data_offsets, cursor = _offsets(cursor, group)
+        names += group.names
         headers.append(header_offsets)
         datas.append(data_offsets)
     nbytes = np.concatenate([group.nbytes for group in groups])
@@ -144,12 +143,13 @@ def _place(prefix: str, groups: list[_Group]) -> ArchivePlan:
     )  # fmt: skip
 
 
-def _offsets(cursor: int, names: list[bytes], group: _Group) -> tuple[Int64Array, Int64Array, int]:
+def _offsets(cursor: int, group: _Group) -> tuple[Int64Array, Int64Array, int]:
     """(header offsets, data offsets, end) of a group that starts at ``cursor``.
 
     Each data offset is known modulo the alignment, so every gap is known before any offset is, and one running sum
     gives them all. Whether a record needs zip64 depends on its offset: far ones are found by placing until none is new.
     """
+    names = group.names
     if not names:
         empty = np.zeros(0, np.int64)
         return empty, empty, cursor

@@ -26,11 +26,15 @@ PersistentId = tuple[str, type, str, str, int]
 
 @dataclass(frozen=True)
 class FlatObject:
-    """``storages[k]`` holds ``storage_nbytes[k]`` bytes under key ``str(k)`` of ``pickle_bytes``; all are kept alive here."""
+    """``storages[k]`` holds ``storage_nbytes[k]`` bytes under key ``str(k)`` of ``pickle_bytes``; all are kept alive here.
+
+    ``addresses[k]`` is where they lie in host memory; 0 for a storage on a device.
+    """
 
     pickle_bytes: bytes
     storages: list[torch.UntypedStorage]
     storage_nbytes: list[int]
+    addresses: list[int]
 
     @property
     def nbytes(self) -> int:
@@ -51,7 +55,7 @@ def flatten(obj: object, protocol: int = 2) -> FlatObject:
     pickler = _StoragePickler(buffer, protocol)
     with garbage_collector_paused(), pickler:
         pickler.dump(obj)
-    return FlatObject(buffer.getvalue(), pickler.storages, pickler.storage_nbytes)
+    return FlatObject(buffer.getvalue(), pickler.storages, pickler.storage_nbytes, pickler.addresses)
 
 
 @contextlib.contextmanager
@@ -84,6 +88,7 @@ class _StoragePickler(pickle.Pickler):
         super().__init__(buffer, protocol=protocol)
         self.storages: list[torch.UntypedStorage] = []  # strong references: a key stands for an address that must not be reused
         self.storage_nbytes: list[int] = []
+        self.addresses: list[int] = []
         # A program may have taught pickle its own way with tensors, which then goes first.
         self._shortcut = torch.Tensor not in copyreg.dispatch_table and torch.Tensor.__reduce_ex__ is _TORCHS_REDUCE_EX
         self._shortcut_dtype: torch.dtype | None = None  # of the tensor that took it, and whose storage is pickled next
@@ -109,13 +114,15 @@ class _StoragePickler(pickle.Pickler):
             if self._shortcut_dtype is not None:
                 dtype, self._shortcut_dtype = self._shortcut_dtype, None
                 self.persistent_id = _answer_none  # type: ignore[method-assign]  # as far as the tensor's last member
-                return self._identify(obj, dtype, _STORAGE_TYPES[dtype], "cpu")
-            return self._identify(obj, torch.uint8, torch.UntypedStorage, _location(obj, obj))
+                return self._identify(obj, dtype, _STORAGE_TYPES[dtype], "cpu", on_host=True)
+            on_host = obj.device.type == "cpu"
+            return self._identify(obj, torch.uint8, torch.UntypedStorage, _location(obj, obj), on_host=on_host)
         if issubclass(kind, torch.storage.TypedStorage):  # and the old torch.FloatStorage and its like
             if obj.dtype not in _STORAGE_TYPES:
                 raise KeyError(f"dtype {obj.dtype} is not recognized")
-            storage = obj._untyped_storage
-            return self._identify(storage, obj.dtype, _STORAGE_TYPES[obj.dtype], _location(storage, obj))
+            storage, dtype = obj._untyped_storage, obj.dtype
+            on_host = storage.device.type == "cpu"
+            return self._identify(storage, dtype, _STORAGE_TYPES[dtype], _location(storage, obj), on_host=on_host)
         self._no_storages.add(kind)
         return None
 
@@ -133,7 +140,9 @@ class _StoragePickler(pickle.Pickler):
             return collections.OrderedDict, ()
         return NotImplemented
 
-    def _identify(self, storage: torch.UntypedStorage, dtype: torch.dtype, storage_type: type, location: str) -> PersistentId:
+    def _identify(
+        self, storage: torch.UntypedStorage, dtype: torch.dtype, storage_type: type, location: str, *, on_host: bool
+    ) -> PersistentId:
         address = storage.data_ptr()
         if address and self._dtypes.setdefault(address, dtype) is not dtype:
             raise RuntimeError("Cannot save multiple tensors or storages that view the same data as different types")
@@ -144,6 +153,7 @@ class _StoragePickler(pickle.Pickler):
             self._keys[storage._cdata] = key = str(len(self.storages))
             self.storages.append(storage)
             self.storage_nbytes.append(numel * dtype.itemsize)
+            self.addresses.append(address if on_host else 0)
         return ("storage", storage_type, key, location, numel)
 
 

@@ -3,11 +3,18 @@
 A record is: local header, data, data descriptor. The local header has flag bit 3 set and carries neither CRC nor sizes:
 both follow the data, which is what allows data to be written before its checksum is known. Its extra field ``FB`` is
 filler that moves the data to the offset wanted; readers skip it.
+
+What checkpoints have many of, records without zip64 fields and with names of one length, is encoded in rows as well: one row
+of an array of bytes for each record, the same bytes as the functions for single records give.
 """
 
 from __future__ import annotations
 
 import struct
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 LIMIT_32 = 0xFFFFFFFF
 """Sizes and offsets from here on need a zip64 extra field."""
@@ -19,6 +26,25 @@ _LOCATOR_64 = struct.Struct("<IIQI")
 _END = struct.Struct("<IHHHHIIH")
 _DESCRIPTOR = struct.Struct("<IIII")
 _DESCRIPTOR_64 = struct.Struct("<IIQQ")
+
+LOCAL = np.dtype(
+    [
+        ("signature", "<u4"), ("needed", "<u2"), ("flags", "<u2"), ("method", "<u2"), ("time", "<u2"), ("date", "<u2"),
+        ("checksum", "<u4"), ("stored_nbytes", "<u4"), ("nbytes", "<u4"), ("name_nbytes", "<u2"), ("extra_nbytes", "<u2"),
+    ]
+)  # fmt: skip
+"""Fixed part of a local header, as CENTRAL is that of an entry in the central directory."""
+CENTRAL = np.dtype(
+    [
+        ("signature", "<u4"), ("made_by", "<u2"), ("needed", "<u2"), ("flags", "<u2"), ("method", "<u2"), ("time", "<u2"),
+        ("date", "<u2"), ("checksum", "<u4"), ("stored_nbytes", "<u4"), ("nbytes", "<u4"), ("name_nbytes", "<u2"),
+        ("extra_nbytes", "<u2"), ("comment_nbytes", "<u2"), ("disk", "<u2"), ("internal", "<u2"), ("external", "<u4"),
+        ("header_offset", "<u4"),
+    ]
+)  # fmt: skip
+
+Rows = npt.NDArray[np.uint8]
+Numbers = npt.NDArray[Any]
 
 _LOCAL_SIGNATURE, _DESCRIPTOR_SIGNATURE, _CENTRAL_SIGNATURE = 0x04034B50, 0x08074B50, 0x02014B50
 _END_SIGNATURE, _LOCATOR_64_SIGNATURE, _END_64_SIGNATURE = 0x06054B50, 0x07064B50, 0x06064B50
@@ -107,6 +133,36 @@ def end_of_archive(records: int, directory_nbytes: int, directory_offset: int) -
         + _LOCATOR_64.pack(_LOCATOR_64_SIGNATURE, 0, end_64_offset, 1)
         + _END.pack(_END_SIGNATURE, 0, 0, few, few, min(directory_nbytes, LIMIT_32), min(directory_offset, LIMIT_32), 0)
     )  # fmt: skip
+
+
+def local_header_rows(names: Rows, nbytes: Numbers, filler_nbytes: Numbers) -> Rows:
+    """Local headers of records that are not empty, up to the filler: ``filler_nbytes`` times "Z" follow each."""
+    fixed = np.zeros(len(names), LOCAL)
+    fixed["signature"], fixed["flags"], fixed["name_nbytes"] = _LOCAL_SIGNATURE, _flags(1), names.shape[1]
+    fixed["extra_nbytes"] = filler_nbytes + FILLER_HEADER_NBYTES
+    filler_headers = np.zeros(len(names), [("id", "S2"), ("nbytes", "<u2")])
+    filler_headers["id"], filler_headers["nbytes"] = b"FB", filler_nbytes
+    return np.hstack([_rows(fixed), names, _rows(filler_headers)])
+
+
+def descriptor_rows(checksums: Numbers, nbytes: Numbers) -> Rows:
+    """Data descriptors of records that are not empty."""
+    fields = np.empty((len(nbytes), 4), "<u4")
+    fields[:, 0], fields[:, 1], fields[:, 2], fields[:, 3] = _DESCRIPTOR_SIGNATURE, checksums, nbytes, nbytes
+    return _rows(fields)
+
+
+def central_header_rows(names: Rows, checksums: Numbers, nbytes: Numbers, header_offsets: Numbers) -> Rows:
+    """Entries in the central directory of records that are not empty."""
+    fixed = np.zeros(len(names), CENTRAL)
+    fixed["signature"], fixed["flags"], fixed["name_nbytes"] = _CENTRAL_SIGNATURE, _flags(1), names.shape[1]
+    fixed["checksum"], fixed["header_offset"] = checksums, header_offsets
+    fixed["nbytes"] = fixed["stored_nbytes"] = nbytes
+    return np.hstack([_rows(fixed), names])
+
+
+def _rows(values: Numbers) -> Rows:
+    return values.view(np.uint8).reshape(len(values), -1)
 
 
 def _flags(nbytes: int) -> int:

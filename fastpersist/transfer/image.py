@@ -10,7 +10,7 @@ from __future__ import annotations
 import bisect
 import ctypes
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
@@ -30,6 +30,9 @@ class ArchiveImage:
 
     addresses: host address of each storage, 0 where ``copy_from_device`` must fetch its bytes. With ``checksum`` False
     storages get the checksum 0, as torch writes them with its check off; metadata records always carry theirs.
+
+    Small storages come in runs: records without zip64 fields, with names of one length, that lie wholly within the range.
+    Of these only the data is copied and summed one by one; what stands around it is encoded for all of them together.
     """
 
     def __init__(self, plan: ArchivePlan, addresses: Int64Array, copy_from_device: CopyFromDevice, *, checksum: bool) -> None:
@@ -41,9 +44,11 @@ class ArchiveImage:
         # Plain lists: one element at a time, they are several times faster to read than numpy arrays.
         self._nbytes: list[int] = plan.nbytes.tolist()
         self._headers: list[int] = plan.header_offsets.tolist()
+        self._ends: list[int] = [*self._headers[1:], plan.directory_offset]
         self._datas: list[int] = plan.data_offsets.tolist()
         self._storages: list[int] = plan.storages.tolist()
-        self._addresses: list[int] = addresses.tolist()
+        self._addresses: list[int] = np.append(addresses, 0)[plan.storages].tolist()  # of each record
+        self._runs = _Runs(plan)
 
     def fill(self, buffer: AlignedBuffer, file_offset: int, nbytes: int) -> int:
         """Put the file's bytes from ``file_offset`` on into the first ``nbytes`` of ``buffer``; zeros after its end.
@@ -54,8 +59,13 @@ class ArchiveImage:
         record = max(bisect.bisect_right(self._headers, file_offset) - 1, 0)
         payload = 0
         while record < self._plan.records and self._headers[record] < window.stop:
-            payload += self._fill_record(window, record)
-            record += 1
+            stop = min(self._runs.stop(record), bisect.bisect_right(self._ends, window.stop))
+            if self._headers[record] >= window.start and stop > record + 1:
+                payload += self._fill_run(window, record, stop)
+                record = stop
+            else:
+                payload += self._fill_record(window, record)
+                record += 1
         if window.stop > self._plan.directory_offset:
             window.put(self._plan.directory_offset, self._directory_and_end())
             window.clear_from(self._plan.file_nbytes)
@@ -71,6 +81,30 @@ class ArchiveImage:
         if file_offset >= self._plan.directory_offset:
             return "central directory"
         return self._plan.names[bisect.bisect_right(self._headers, file_offset) - 1].decode()
+
+    def _fill_run(self, window: _Window, first: int, stop: int) -> int:
+        run = slice(first, stop)
+        self._copy_run(window, run)
+        nbytes, headers, datas = self._plan.nbytes[run], self._plan.header_offsets[run], self._plan.data_offsets[run]
+        names = self._runs.names(run)
+        fillers = datas - headers - zipformat.LOCAL_HEADER_NBYTES - names.shape[1] - zipformat.FILLER_HEADER_NBYTES
+        window.put_rows(headers, zipformat.local_header_rows(names, nbytes, fillers))
+        for filler in np.unique(fillers).tolist():
+            window.put_rows(datas[fillers == filler] - filler, np.full((1, filler), ord("Z"), np.uint8))
+        window.put_rows(datas + nbytes, zipformat.descriptor_rows(np.array(self._checksums[run], np.uint32), nbytes))
+        return int(nbytes.sum())
+
+    def _copy_run(self, window: _Window, run: slice) -> None:
+        """Copy and sum the data of whole storages: the one loop that small storages cannot do without."""
+        origin, checksum = window.address(0), self._checksum
+        of_each = zip(range(run.start, run.stop), self._datas[run], self._nbytes[run], self._addresses[run], strict=True)
+        for record, data, nbytes, address in of_each:
+            if address:
+                ctypes.memmove(origin + data, address, nbytes)
+            else:
+                self._copy_from_device(self._storages[record], 0, window.view(data, data + nbytes))
+            if checksum:
+                self._checksums[record] = crc32(window.view(data, data + nbytes))
 
     def _fill_record(self, window: _Window, record: int) -> int:
         name, nbytes = self._plan.names[record], self._nbytes[record]
@@ -94,16 +128,16 @@ class ArchiveImage:
         window.put(self._datas[record], content)
 
     def _fill_storage(self, window: _Window, record: int) -> int:
-        data, storage = self._datas[record], self._storages[record]
+        data = self._datas[record]
         start, stop = max(data, window.start), min(data + self._nbytes[record], window.stop)
         if start >= stop:
             return 0
         target = window.view(start, stop)
-        address = self._addresses[storage]
+        address = self._addresses[record]
         if address:
             ctypes.memmove(window.address(start), address + start - data, stop - start)
         else:
-            self._copy_from_device(storage, start - data, target)
+            self._copy_from_device(self._storages[record], start - data, target)
         if self._checksum:  # of the copy: it is still in the cache
             self._checksums[record] = crc32(target, self._checksums[record])
         return stop - start
@@ -117,10 +151,47 @@ class ArchiveImage:
     def _directory_and_end(self) -> bytes:
         if self._directory is None:
             plan = self._plan
-            entries = map(zipformat.central_header, plan.names, self._checksums, self._nbytes, self._headers)
             end = zipformat.end_of_archive(plan.records, plan.directory_nbytes, plan.directory_offset)
-            self._directory = b"".join(entries) + end
+            self._directory = b"".join([*self._directory_entries(), end])
         return self._directory
+
+    def _directory_entries(self) -> Iterator[bytes]:
+        plan, record = self._plan, 0
+        while record < plan.records:
+            stop = self._runs.stop(record)
+            run = slice(record, stop)
+            if stop - record > 1:
+                sums = np.array(self._checksums[run], np.uint32)
+                yield zipformat.central_header_rows(
+                    self._runs.names(run), sums, plan.nbytes[run], plan.header_offsets[run]
+                ).tobytes()
+            else:
+                yield zipformat.central_header(
+                    plan.names[record], self._checksums[record], self._nbytes[record], self._headers[record]
+                )
+            record = stop
+
+
+class _Runs:
+    """Consecutive records that can be encoded together: storages that are not empty, near, and with names of one length."""
+
+    def __init__(self, plan: ArchivePlan) -> None:
+        name_nbytes = np.fromiter(map(len, plan.names), np.int64, plan.records)
+        self._names = np.frombuffer(b"".join(plan.names), np.uint8)
+        self._name_stops = np.cumsum(name_nbytes)
+        alone = (plan.storages < 0) | (plan.nbytes == 0)
+        alone |= np.maximum(plan.nbytes, plan.header_offsets) >= zipformat.LIMIT_32  # they have zip64 fields
+        begins = alone[1:] | alone[:-1] | (name_nbytes[1:] != name_nbytes[:-1])
+        self._begins = np.append(np.flatnonzero(begins) + 1, plan.records)
+
+    def stop(self, record: int) -> int:
+        """The first record that is not of the run of ``record``."""
+        return int(self._begins[np.searchsorted(self._begins, record, side="right")])
+
+    def names(self, run: slice) -> zipformat.Rows:
+        """The names of a run, one in each row."""
+        start = self._name_stops[run.start - 1] if run.start else 0
+        return self._names[start : self._name_stops[run.stop - 1]].reshape(run.stop - run.start, -1)
 
 
 class _Window:
@@ -144,6 +215,13 @@ class _Window:
         start, stop = max(file_offset, self.start), min(file_offset + len(content), self.stop)
         if start < stop:
             self.view(start, stop)[:] = content[start - file_offset : stop - file_offset]
+
+    def put_rows(self, file_offsets: Int64Array, rows: zipformat.Rows) -> None:
+        """Write each row at its offset (one row: at all of them); all must lie within the window."""
+        if rows.shape[1]:
+            everything = np.frombuffer(self._buffer.view[: self.stop - self.start], np.uint8)
+            places = np.lib.stride_tricks.sliding_window_view(everything, rows.shape[1], writeable=True)
+            places[file_offsets - self.start] = rows
 
     def clear_from(self, file_offset: int) -> None:
         """Zero what lies beyond the file's end: buffers are reused, and old bytes must not reach the disk."""

@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import torch
 
 from fastpersist.archive.layout import DATA_ALIGNMENT, Int64Array
 from fastpersist.memory.alignment import PAGE_NBYTES
-
-
-def host_addresses(storages: Sequence[torch.UntypedStorage]) -> Int64Array:
-    """Address of each storage in host memory; 0 for one on a device, whose bytes copy_from_device fetches."""
-    return np.fromiter((s.data_ptr() if s.device.type == "cpu" else 0 for s in storages), np.int64, len(storages))
 
 
 def residues(addresses: Int64Array, memory_alignment: int) -> Int64Array:

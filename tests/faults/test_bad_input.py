@@ -8,15 +8,16 @@ import pickle
 import socket
 import subprocess
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 import fastpersist
 from fastpersist import AlignmentError, EngineStateError
+from fastpersist.archive.pickling import FlatObject, flatten
 from fastpersist.engines import MAX_TRANSFER_NBYTES, engine_class
 from tests.faults.scene import Scene, assert_same, content, generation_in
 from tests.mounting import Mounts
@@ -301,8 +302,12 @@ class FakeDevice:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, failing: int) -> None:
         self.failing = failing
         self.copies = 0
-        monkeypatch.setattr("fastpersist.checkpoint.host_addresses", lambda storages: np.zeros(len(storages), np.int64))
+        monkeypatch.setattr("fastpersist.checkpoint.flatten", self.flatten)
         monkeypatch.setattr("fastpersist.checkpoint.copy_from_device", self.copy)
+
+    def flatten(self, obj: object, protocol: int) -> FlatObject:
+        flat = flatten(obj, protocol)
+        return replace(flat, addresses=[0] * len(flat.storages))
 
     def copy(self, storage: torch.UntypedStorage, start: int, target: memoryview) -> None:
         self.copies += 1
