@@ -13,7 +13,7 @@ import re
 import sys
 import zipfile
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -28,8 +28,11 @@ MapLocation = Any
 Place = Callable[[torch.UntypedStorage, str], torch.UntypedStorage]
 """(storage, location): the storage where it is to be."""
 
-StorageLookup = Callable[[str], torch.UntypedStorage | None]
-"""The storage under a key, None if the checkpoint has none."""
+Raw = tuple[memoryview, int, int]
+"""(memory, start, nbytes): the bytes of a storage in host memory, aligned for every dtype, of which none is made yet."""
+
+StorageLookup = Callable[[str], torch.UntypedStorage | Raw]
+"""The storage under a key, which is asked for once; KeyError if the checkpoint has none."""
 
 MAX_LOCATION_LENGTH = 200
 _STORAGE_TYPES = (type, torch.serialization.StorageType)  # torch's own pickles give the one or the other
@@ -103,7 +106,9 @@ def unflatten(
         unpickler = _TrustingUnpickler(source, encoding="utf-8")
     unpickler.persistent_load = loader.persistent_load
     with garbage_collector_paused(), torchs_state_kept(map_location):
-        return _translate_errors(unpickler.load, weights_only)
+        obj = _translate_errors(unpickler.load, weights_only)
+        loader.make_all()
+        return obj
 
 
 def _translate_errors(load: Callable[[], Any], weights_only: bool) -> Any:
@@ -148,6 +153,7 @@ class _StorageLoader:
         self.stays_on_host = False  # True: a storage of location "cpu" need not be moved
         self._swap = swap
         self._loaded: dict[str, torch.storage.TypedStorage] = {}
+        self._empty: dict[str, torch.UntypedStorage | Raw] = {}
         self._dtypes: dict[Any, torch.dtype] = {torch.UntypedStorage: torch.uint8}
 
     def persistent_load(self, saved_id: Any) -> torch.storage.TypedStorage:
@@ -159,29 +165,53 @@ class _StorageLoader:
             raise _OwnError(CheckpointFormatError("data.pkl refers to a storage by values of the wrong types"))
         found = self._loaded.get(key)
         if found is not None:
+            if type(found) is _RawStorage:
+                found.become_ordinary()
             return found
         if type(kind) is not str or type(location) is not str:
             kind, location = _text(kind), _text(location)
         if kind != "storage" or len(location) > MAX_LOCATION_LENGTH:
             raise _OwnError(CheckpointFormatError(f"data.pkl refers to a storage as {brief(kind)} at {brief(location)}"))
-        storage, read = self._lookup(key), True
-        if storage is None and self._unread is not None:
-            storage, read = self._unread(key), False
-        if storage is None:
-            raise _OwnError(CheckpointFormatError(f"data.pkl refers to storage {brief(key)}, but there is no such record"))
-        dtype, nbytes = self._dtypes.get(storage_type) or self._dtype(storage_type, key), storage.nbytes()
+        try:
+            storage, read = self._lookup(key), True
+        except KeyError:
+            storage, read = self._look_elsewhere(key)
+        dtype = self._dtypes.get(storage_type) or self._dtype(storage_type, key)
+        nbytes = storage[2] if isinstance(storage, tuple) else storage.nbytes()
         if nbytes != numel * dtype.itemsize:
             count = numel if 0 <= numel < 1 << 63 else "an absurd number of"
             message = f"record 'data/{key}' holds {nbytes} bytes, data.pkl expects {count} elements of {dtype}"
             raise _OwnError(CheckpointFormatError(message))
-        if self._swap and read:
-            storage.byteswap(dtype)  # type: ignore[no-untyped-call]
-        if read and (location != "cpu" or not self.stays_on_host):
-            storage = self._move(storage, location)
-        typed = _typed_storage(storage, dtype)
-        if nbytes:  # an empty storage is made anew for each mention, as torch does
+        typed = _raw_storage(storage, dtype) if isinstance(storage, tuple) else _typed_storage(storage, dtype)
+        if read and (self._swap or location != "cpu" or not self.stays_on_host):
+            typed = _typed_storage(self._adapt(typed._untyped_storage, dtype, location), dtype)
+        if nbytes:
             self._loaded[key] = typed
+        else:  # made anew for each mention, as torch does
+            self._empty[key] = storage
         return typed
+
+    def _look_elsewhere(self, key: str) -> tuple[torch.UntypedStorage | Raw, bool]:
+        if key in self._empty:
+            return self._empty[key], True
+        if self._unread is not None:
+            with suppress(KeyError):
+                return self._unread(key), False
+        raise _OwnError(CheckpointFormatError(f"data.pkl refers to storage {brief(key)}, but there is no such record"))
+
+    def _adapt(self, storage: torch.UntypedStorage, dtype: torch.dtype, location: str) -> torch.UntypedStorage:
+        if self._swap:
+            storage.byteswap(dtype)  # type: ignore[no-untyped-call]
+        try:
+            return self._restore(storage, location)
+        except Exception as error:
+            raise _OwnError(error) from error
+
+    def make_all(self) -> None:
+        """Make the storages that nothing has looked at yet: the object holds them as such, not through a tensor."""
+        for typed in self._loaded.values():
+            if type(typed) is _RawStorage and typed.tensor is None:
+                typed.become_ordinary()
 
     def _dtype(self, storage_type: Any, key: str) -> torch.dtype:
         dtype = getattr(storage_type, "dtype", None)
@@ -190,18 +220,68 @@ class _StorageLoader:
         self._dtypes[storage_type] = dtype
         return dtype
 
-    def _move(self, storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage:
-        try:
-            return self._restore(storage, location)
-        except Exception as error:
-            raise _OwnError(error) from error
-
 
 def _typed_storage(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.storage.TypedStorage:
     # TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True) does this, after 3 us of looking at its arguments.
     typed = object.__new__(torch.storage.TypedStorage)
     typed.dtype, typed._untyped_storage = dtype, storage
     return typed
+
+
+class _RawStorage(torch.storage.TypedStorage):
+    """A storage that torch's object is made for when it is first looked at; from then on a TypedStorage like any other.
+
+    For most it is never made: a plain tensor comes straight from the memory, which takes half the time.
+    """
+
+    raw: Raw
+    tensor: torch.Tensor | None
+
+    @property
+    def _untyped_storage(self) -> torch.UntypedStorage:  # type: ignore[override]
+        return self.become_ordinary()
+
+    def become_ordinary(self) -> torch.UntypedStorage:
+        memory, start, nbytes = self.raw
+        tensor = self.tensor
+        if tensor is None:
+            tensor = torch.frombuffer(memory, dtype=torch.uint8, count=nbytes, offset=start)
+        del self.raw, self.tensor
+        self.__class__ = torch.storage.TypedStorage  # type: ignore[assignment]
+        untyped = self._untyped_storage = tensor.untyped_storage()  # type: ignore[misc]
+        return untyped
+
+    def whole_tensor(self, size: tuple[int, ...], stride: tuple[int, ...]) -> torch.Tensor | None:
+        """The tensor of all elements in their order; None if that is not what size and stride say."""
+        memory, start, nbytes = self.raw
+        count = nbytes // self.dtype.itemsize
+        if not (size == (count,) and stride == (1,)) and not _is_whole(size, stride, count):
+            return None
+        self.tensor = torch.frombuffer(memory, dtype=self.dtype, count=count, offset=start)
+        return self.tensor if len(size) == 1 else self.tensor.as_strided_(size, stride)
+
+
+def _is_whole(size: tuple[int, ...], stride: tuple[int, ...], count: int) -> bool:
+    step = 1
+    for extent, found in zip(reversed(size), reversed(stride), strict=True):
+        if found != step:
+            return False
+        step *= extent
+    return step == count
+
+
+def _raw_storage(raw: Raw, dtype: torch.dtype) -> torch.storage.TypedStorage:
+    if not raw[2]:
+        return _typed_storage(_empty_storage(), dtype)
+    typed = object.__new__(_RawStorage)
+    typed.dtype, typed.raw, typed.tensor = dtype, raw, None
+    return typed
+
+
+def _empty_storage() -> torch.UntypedStorage:
+    """A storage of no bytes. As all storages here it cannot be resized: a tensor cannot reach beyond its record."""
+    nothing: torch.UntypedStorage = torch.frombuffer(bytearray(1), dtype=torch.uint8).untyped_storage()[0:0]
+    return nothing
 
 
 def _text(value: Any) -> str:
@@ -241,8 +321,12 @@ def _rebuild_tensor(
     metadata: Any = None,
 ) -> torch.Tensor:
     """What torch._utils._rebuild_tensor_v2 does for a tensor on a real device."""
-    untyped = storage._untyped_storage
-    tensor = torch.empty((0,), dtype=storage.dtype, device=untyped.device).set_(untyped, storage_offset, size, stride)
+    tensor = None
+    if type(storage) is _RawStorage and storage.tensor is None and storage_offset == 0:
+        tensor = storage.whole_tensor(size, stride)
+    if tensor is None:
+        untyped = storage._untyped_storage
+        tensor = torch.empty((0,), dtype=storage.dtype, device=untyped.device).set_(untyped, storage_offset, size, stride)
     if requires_grad:
         tensor.requires_grad = True
     if metadata:

@@ -15,13 +15,20 @@ import torch
 from fastpersist.archive.checking import ByteStream, CheckedRecord, check_records
 from fastpersist.archive.directory import PICKLE, Directory
 from fastpersist.archive.selection import select
-from fastpersist.archive.unpickling import MapLocation, byte_order, explain_refusal, placeholder, torchs_state_kept, unflatten
+from fastpersist.archive.unpickling import (
+    MapLocation,
+    byte_order,
+    explain_refusal,
+    placeholder,
+    torchs_state_kept,
+    unflatten,
+)
 from fastpersist.engines import Engine, _libc
 from fastpersist.errors import CheckpointFormatError, brief
 from fastpersist.memory.buffers import shared_pool
 from fastpersist.options import ready_engine
 from fastpersist.progress import Progress, ProgressCounter, progress_reporter
-from fastpersist.transfer.reader import RecordReader, Storages, empty_storage, stream_blocks
+from fastpersist.transfer.reader import RecordReader, Storages, stream_blocks
 from fastpersist.transfer.sketch import MappedStorages, Sketch
 from fastpersist.transfer.source import CheckpointFile
 
@@ -76,15 +83,10 @@ def load_records(
         sketch = None if wanted is None else Sketch(source, directory, weights_only=weights_only, order=order)
         chosen, records = (set(), directory.storages()) if sketch is None or wanted is None else sketch.choose(wanted)
         storages = _read_storages(source, directory, records, reading)
-        empty = {key for key, storage in storages.items() if storage.nbytes() == 0}
-
-        def lookup(key: str) -> torch.UntypedStorage | None:
-            # A storage is asked for once (moved to a device, its copy here is freed), an empty one is made for each mention.
-            storage = storages.pop(key, None)
-            return empty_storage() if storage is None and key in empty else storage
-
         unread = None if sketch is None else sketch.storage
-        obj = unflatten(pickle_bytes, lookup, unread=unread, weights_only=weights_only, map_location=map_location, order=order)
+        # Each is taken out: once a storage has been moved to a device nothing keeps its memory here.
+        take = storages.pop
+        obj = unflatten(pickle_bytes, take, unread=unread, weights_only=weights_only, map_location=map_location, order=order)
     return obj if sketch is None else select(obj, chosen.__contains__)
 
 
@@ -99,10 +101,8 @@ def load_without_data(source: CheckpointFile, directory: Directory, *, map_locat
     """The object on device "meta" or, under FakeTensorMode, of fake tensors. Each storage notes its place in the file."""
     fake = torch._guards.detect_fake_mode(None) is not None
 
-    def lookup(key: str) -> torch.UntypedStorage | None:
-        record = directory.index.get(f"data/{key}")
-        if record is None:
-            return None
+    def lookup(key: str) -> torch.UntypedStorage:
+        record = directory.index[f"data/{key}"]
         storage = placeholder(int(directory.nbytes[record]))
         storage._checkpoint_offset = source.data_offset(directory, record)  # where torch tells it, too
         return storage

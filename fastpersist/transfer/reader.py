@@ -7,10 +7,13 @@ import errno
 import threading
 from collections.abc import Callable, Generator, Sequence
 from functools import partial
+from itertools import repeat
 
-import torch
+import numpy as np
 
 from fastpersist.archive.directory import Directory, data_offsets
+from fastpersist.archive.pickling import garbage_collector_paused
+from fastpersist.archive.unpickling import Raw
 from fastpersist.archive.zipformat import LOCAL_HEADER_NBYTES
 from fastpersist.engines import Engine, File, Read, Request
 from fastpersist.errors import CheckpointFormatError, CorruptCheckpointError, TransferError
@@ -28,7 +31,8 @@ HEADER_WINDOW_NBYTES = 2 * PAGE_NBYTES
 
 KEY_PLACE = len("data/")
 
-Storages = dict[str, torch.UntypedStorage]
+Storages = dict[str, Raw]
+"""By key, the memory that was read; each keeps its pages alive."""
 
 
 class RecordReader:
@@ -75,8 +79,9 @@ class RecordReader:
             pipeline.finish()
         storages: Storages = {}
         memory.reverse()
-        for region in regions:  # pages that no storage views are free as soon as they have been looked at
-            self._take_storages(region, memory.pop(), data_offsets, sums, storages)
+        with garbage_collector_paused():
+            for region in regions:  # pages that no storage views are free as soon as they have been looked at
+                self._take_storages(region, memory.pop(), data_offsets, sums, storages)
         return storages
 
     def _pipeline(self, moved: Callable[[int], None]) -> Pipeline:
@@ -136,22 +141,22 @@ class RecordReader:
     def _take_storages(
         self, region: Region, pages: Pages, data_offsets: dict[int, int], sums: _BlockSums | None, storages: Storages
     ) -> None:
-        """Make the storages of a region that has been read: views into its pages."""
-        whole = torch.frombuffer(pages.view, dtype=torch.uint8).untyped_storage()
-        names, sizes = self._directory.names, self._directory.nbytes[list(region.records)].tolist()
-        if region.records[0] in data_offsets:
-            starts = [data_offsets[region.records[0]]]
+        """Find the storages of a region that has been read: they stay where they are in its pages."""
+        records = region.records
+        names, sizes = self._directory.names, self._directory.nbytes[list(records)].tolist()
+        if records[0] in data_offsets:
+            starts = [data_offsets[records[0]]]
         else:
-            starts = self._data_offsets(region.records, pages.view, region.file_offset)
-        for record, start, nbytes in zip(region.records, starts, sizes, strict=True):
-            place = start - region.file_offset
-            if sums is not None:
+            starts = self._data_offsets(records, pages.view, region.file_offset)
+        places = [start - region.file_offset for start in starts]
+        if sums is not None:
+            for record, start, place, nbytes in zip(records, starts, places, sizes, strict=True):
                 found = sums.total(record) if is_large(nbytes) else crc32(pages.view[place : place + nbytes])
                 self._check_sum(record, start, found)
-            if nbytes and not (pages.address + place) % DTYPE_ALIGNMENT:
-                storages[names[record][KEY_PLACE:]] = whole[place : place + nbytes]
-            else:
-                storages[names[record][KEY_PLACE:]] = _moved_storage(pages, place, nbytes)
+        raws: list[Raw] = list(zip(repeat(pages.view), places, sizes, strict=False))
+        for misplaced in np.flatnonzero((pages.address + np.array(places)) % DTYPE_ALIGNMENT).tolist():
+            raws[misplaced] = _moved(pages, places[misplaced], sizes[misplaced])
+        storages.update(zip([names[record][KEY_PLACE:] for record in records], raws, strict=True))
 
     def _check_sum(self, record: int, start: int, found: int) -> None:
         expected = self._directory.checksums[record]
@@ -162,20 +167,11 @@ class RecordReader:
             )
 
 
-def _moved_storage(pages: Pages, place: int, nbytes: int) -> torch.UntypedStorage:
-    """A storage whose bytes do not lie where they can be used: they are copied to where they are aligned."""
-    if nbytes == 0:
-        return empty_storage()
-    copy = Pages(nbytes)
+def _moved(pages: Pages, place: int, nbytes: int) -> Raw:
+    """Bytes that do not lie where they can be used, copied to where they are aligned."""
+    copy = Pages(max(nbytes, 1))
     ctypes.memmove(copy.address, pages.address + place, nbytes)
-    view: torch.UntypedStorage = torch.frombuffer(copy.view, dtype=torch.uint8).untyped_storage()[:nbytes]
-    return view
-
-
-def empty_storage() -> torch.UntypedStorage:
-    """A storage of no bytes. As all storages here it cannot be resized: a tensor cannot reach beyond its record."""
-    nothing: torch.UntypedStorage = torch.frombuffer(bytearray(1), dtype=torch.uint8).untyped_storage()[0:0]
-    return nothing
+    return copy.view, 0, nbytes
 
 
 class _BlockSums:

@@ -18,8 +18,11 @@ from fastpersist.memory.alignment import PAGE_NBYTES, round_down, round_up
 
 LARGE_STORAGE_NBYTES = 1 << 20
 """From here on a storage has pages of its own, which are freed with it."""
-SHARED_NBYTES = 1 << 20
-"""Small storages share regions of at most about this size: so much stays in memory while one of them lives."""
+SHARED_NBYTES = 4 << 20
+"""Small storages share regions of at most about this size, for the sake of huge pages: so much stays in memory while one of
+them lives."""
+GAP_NBYTES = 256 << 10
+"""Records that are not wanted are read along with those around them up to here: another request would take as long."""
 MAX_HEADER_NBYTES = LOCAL_HEADER_NBYTES + 2 * 0xFFFF
 """A local header with the longest name and the longest extra field."""
 
@@ -58,7 +61,9 @@ def plan_regions(directory: Directory, wanted: Sequence[int], data_offsets: dict
             start = data_offsets[record]
             regions.append(_region(start, start + sizes[record], (record,), directory.file_nbytes))
             continue
-        if together and limits[record] - headers[together[0]] > SHARED_NBYTES:
+        if together and (
+            limits[record] - headers[together[0]] > SHARED_NBYTES or headers[record] - limits[together[-1]] > GAP_NBYTES
+        ):
             close()
         together.append(record)
     close()
