@@ -38,6 +38,11 @@ def write_rate(path: Path, nbytes: int, block_nbytes: int, engine: str) -> float
         path.unlink(missing_ok=True)
 
 
+def overwrite_rate(path: Path, nbytes: int, block_nbytes: int, engine: str) -> float:
+    """The same, over the first ``nbytes`` of the existing file ``path``, which are allocated. The file stays."""
+    return _rate(path, "write", block_nbytes, engine, size=nbytes, end_fsync=1, refill_buffers=1)
+
+
 def read_rate(path: Path, block_nbytes: int, engine: str) -> float:
     """Bytes per second of reading the existing file ``path`` from beginning to end. Raises RuntimeError with fio's words."""
     return _rate(path, "read", block_nbytes, engine)

@@ -13,6 +13,7 @@ from fastpersist.errors import (
     NotDurableError,
     PoolExhausted,
     QueueFull,
+    RecycleRefusedError,
     TransferError,
 )
 from fastpersist.reports import CheckpointInfo, RecordInfo, SaveReport, TensorInfo, VerifyReport
@@ -20,6 +21,6 @@ from fastpersist.reports import CheckpointInfo, RecordInfo, SaveReport, TensorIn
 __all__ = [
     "AlignmentError", "Availability", "CheckpointFormatError", "CheckpointInfo", "CorruptCheckpointError", "Engine",
     "EngineStateError", "EngineUnavailableError", "FastPersistError", "NotDurableError", "PoolExhausted", "QueueFull",
-    "RecordInfo", "SaveReport", "TensorInfo", "TransferError", "VerifyReport", "__version__", "available", "inspect", "load",
-    "open_engine", "save", "verify",
+    "RecordInfo", "RecycleRefusedError", "SaveReport", "TensorInfo", "TransferError", "VerifyReport", "__version__",
+    "available", "inspect", "load", "open_engine", "save", "verify",
 ]  # fmt: skip

@@ -16,7 +16,7 @@ from fastpersist.archive.pickling import FlatObject, flatten
 from fastpersist.archive.selection import Selection, as_predicate, select
 from fastpersist.archive.unpickling import MapLocation, reads_no_data, resolve_weights_only
 from fastpersist.engines import DEFAULT_BLOCK_NBYTES, Engine, File
-from fastpersist.errors import as_transfer_error
+from fastpersist.errors import RecycleRefusedError, as_transfer_error
 from fastpersist.memory.alignment import PAGE_NBYTES, round_up
 from fastpersist.memory.buffers import shared_pool
 from fastpersist.options import ready_engine, resolve_block_nbytes, resolve_queue_depth
@@ -53,6 +53,7 @@ def save(
     checksum: bool = True,
     durable: bool = True,
     layout: str = "auto",
+    recycle: str | os.PathLike[str] | None = None,
     pickle_protocol: int = 2,
     progress: bool | Progress = False,
 ) -> SaveReport:
@@ -68,6 +69,13 @@ def save(
     bytes for the same object. pickle_protocol: 2 or 3. progress: True for a bar, or a function of (bytes done, bytes in
     all).
 
+    recycle: path of a retired checkpoint that nobody needs any more: the new one is written over its blocks, which is
+    faster than having fresh ones allocated, and the retired path is gone afterwards. It must lie on the target's
+    filesystem, have one name, be nobody's open or mapped file and belong to whoever saves. Its owner, mode and extended
+    attributes go to the new file, but for the mode where ``path`` exists. A power cut or a kill leaves under the retired
+    path the complete retired file or nothing. RecycleRefusedError (a ValueError) means that nothing was changed. A save
+    that fails after the file was taken over has lost it, and nothing else: a note on the exception says so.
+
     Raises TypeError or ValueError for arguments that cannot work, EngineUnavailableError for a named engine that cannot
     run here, what pickling ``obj`` raises, OSError for a directory that is missing or not writable, TransferError (an
     OSError with the true errno, ENOSPC above all) for a write that fails, and NotDurableError if only the last step, the
@@ -82,7 +90,7 @@ def save(
 
     with ready_engine(engine, target, block_nbytes, queue_depth) as active:
         flat = flatten(obj, pickle_protocol)  # nothing is on disk yet: what cannot be pickled costs nothing
-        with _destination(active, target, durable=durable) as (file, publication):
+        with _destination(active, target, durable=durable, recycle=recycle) as (file, publication):
             archive, copied_nbytes = _write(
                 flat,
                 path,
@@ -136,7 +144,7 @@ def load(
 
     FakeTensorMode and map_location="meta" read no data. Files of torch before 1.6 are left to torch.load.
     Storages of 1 MiB and more have memory of their own, page-aligned where the file's offset is; smaller ones share memory
-    in pieces of about 1 MiB. Their memory cannot be resized in place.
+    in pieces of about 4 MiB. Their memory cannot be resized in place.
 
     Raises FileNotFoundError and its like, CheckpointFormatError for a file that is no checkpoint, truncated, or at odds
     with itself, CorruptCheckpointError (a CheckpointFormatError) where a checksum does not match, pickle.UnpicklingError
@@ -202,11 +210,16 @@ def inspect(path: str | os.PathLike[str]) -> CheckpointInfo:
 
 
 @contextlib.contextmanager
-def _destination(engine: Engine, target: str, *, durable: bool) -> Iterator[tuple[File, Publication | None]]:
+def _destination(
+    engine: Engine, target: str, *, durable: bool, recycle: str | os.PathLike[str] | None
+) -> Iterator[tuple[File, Publication | None]]:
     """The file to write to, and what publishes it: nothing, where the engine keeps nothing."""
+    retired = None if recycle is None else os.fsdecode(recycle)
     if engine.capabilities.persistent:
-        with Publication(engine, target, durable=durable) as publication:
+        with Publication(engine, target, durable=durable, recycle=retired) as publication:
             yield publication.file, publication
+    elif retired is not None:
+        raise RecycleRefusedError(retired, f"engine {engine.name!r} keeps no files", "take an engine that writes to a disk")
     else:
         with engine.open(target, "w") as file:
             yield file, None

@@ -24,6 +24,16 @@ class EngineUnavailableError(FastPersistError):
         self.remedy = remedy
 
 
+class RecycleRefusedError(FastPersistError, ValueError):
+    """The file at ``path`` cannot be recycled: ``reason`` says why, ``remedy`` what to do. It and the target are untouched."""
+
+    def __init__(self, path: str, reason: str, remedy: str) -> None:
+        super().__init__(f"{path} cannot be recycled: {reason}. Nothing was changed. Remedy: {remedy}")
+        self.path = path
+        self.reason = reason
+        self.remedy = remedy
+
+
 class EngineStateError(FastPersistError):
     """An engine was used after close, from a second thread, in a forked child, or after an interrupt."""
 

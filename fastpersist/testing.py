@@ -83,6 +83,15 @@ class EngineContract(ABC):
         found = self.read_back(engine, path)
         assert found is None or len(found) == BLOCK_NBYTES + 7
 
+    def test_reserve_cuts_a_longer_file(self, engine: Engine, path: str) -> None:
+        content = os.urandom(4 * BLOCK_NBYTES)
+        with engine.open(path, "w") as file:
+            write_all(engine, file, content)
+        with engine.open(path, "r+") as file:
+            engine.reserve(file, 2 * BLOCK_NBYTES)
+        found = self.read_back(engine, path)
+        assert found is None or found == content[: 2 * BLOCK_NBYTES]
+
     def test_a_full_queue_pushes_back_and_loses_nothing(self, engine: Engine, path: str) -> None:
         buffer = AlignedBuffer(BLOCK_NBYTES)
         with engine.open(path, "w") as file:

@@ -144,8 +144,10 @@ class Engine(ABC):
     def reserve(self, file: File, nbytes: int) -> None:
         """Give ``file`` its size and, where the filesystem can, its blocks, so that no later write extends it.
 
-        Raises OSError, ENOSPC above all.
+        What a longer file holds beyond that is cut off. Raises OSError, ENOSPC above all.
         """
+        if os.fstat(file.fileno).st_size > nbytes:
+            os.ftruncate(file.fileno, nbytes)
         try:
             _libc.fallocate(file.fileno, nbytes)
         except OSError as error:
@@ -274,14 +276,17 @@ class Engine(ABC):
             raise ValueError(f"address {request.address:#x} or file offset {request.file_offset} is out of range")
         if request.memory not in self.capabilities.memory:
             raise ValueError(f"engine {self.name!r} cannot move {request.memory.value} memory")
-        if file.direct and (
-            request.address % file.memory_alignment or (request.nbytes | request.file_offset) % file.offset_alignment
-        ):
+        memory, offset = self._alignment(request)
+        if file.direct and (request.address % memory or request.nbytes % offset or request.file_offset % offset):
             raise AlignmentError(
-                f"{file.path}: direct I/O needs addresses at multiples of {file.memory_alignment} and offsets and lengths "
-                f"at multiples of {file.offset_alignment}, not address {request.address:#x}, offset "
+                f"{file.path}: direct I/O needs addresses at multiples of {memory} and offsets and lengths "
+                f"at multiples of {offset}, not address {request.address:#x}, offset "
                 f"{request.file_offset}, {request.nbytes} bytes"
             )
+
+    def _alignment(self, request: Request) -> tuple[int, int]:
+        """(memory, offset) alignment in bytes that ``request`` must keep on a direct file."""
+        return request.file.memory_alignment, request.file.offset_alignment
 
     def _complete(self, request: Request, direct: bool, result: int) -> Completion:
         """Judge one result, the same way for every engine."""
@@ -301,7 +306,7 @@ class Engine(ABC):
             return Completion(request, 0, error=OSError(errno.EIO, f"the transfer of {request.nbytes} bytes returned {result}"))
         step = result
         if direct:
-            step -= result % max(request.file.offset_alignment, request.file.memory_alignment)
+            step -= result % max(self._alignment(request))
             if step != result and isinstance(request, Read):
                 return Completion(request, result)  # direct reads come short of a whole unit at the end of the file only
         residual = replace(

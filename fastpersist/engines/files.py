@@ -20,6 +20,7 @@ log = logging.getLogger("fastpersist")
 OPEN_FLAGS = {
     "r": os.O_RDONLY,
     "r+": os.O_RDWR,
+    "recycle": os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK,
     "w": os.O_RDWR | os.O_CREAT | os.O_TRUNC,
     "x": os.O_RDWR | os.O_CREAT | os.O_EXCL,
     "tmpfile": os.O_RDWR | getattr(os, "O_TMPFILE", 0),
@@ -75,6 +76,8 @@ class File:
 def open_file(path: str, mode: str, *, direct: bool, permissions: int = 0o666) -> File:
     """Open ``path`` in a mode of OPEN_FLAGS; "tmpfile" takes a directory and makes a nameless file in it.
 
+    "recycle" is "r+" that follows no symlink, and raises BlockingIOError instead of waiting for somebody's lease.
+
     ``direct`` asks for direct I/O: where the path has none the file is opened buffered, and a warning is logged.
     Raises the OSError of open(2).
     """
@@ -82,20 +85,27 @@ def open_file(path: str, mode: str, *, direct: bool, permissions: int = 0o666) -
         raise ValueError(f"unknown open mode {mode!r}: use one of {', '.join(OPEN_FLAGS)}")
     flags = OPEN_FLAGS[mode]
     if not direct:
-        return File(path, os.open(path, flags, permissions), direct=False)
+        return File(path, _open(path, flags, permissions), direct=False)
     try:
-        fileno = os.open(path, flags | os.O_DIRECT, permissions)
+        fileno = _open(path, flags | os.O_DIRECT, permissions)
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
         log.warning("%s: the filesystem refuses to open files for direct I/O; buffered I/O is used", path)
         # Some filesystems create the file before they refuse the flag: a second O_EXCL would then find it.
-        return File(path, os.open(path, flags & ~os.O_EXCL, permissions), direct=False)
+        return File(path, _open(path, flags & ~os.O_EXCL, permissions), direct=False)
     try:
         return _describe(path, fileno)
     except BaseException:
         os.close(fileno)
         raise
+
+
+def _open(path: str, flags: int, permissions: int) -> int:
+    fileno = os.open(path, flags, permissions)
+    if flags & os.O_NONBLOCK:
+        os.set_blocking(fileno, True)  # it was meant for the open alone: a ring would fail transfers that have to wait
+    return fileno
 
 
 def _describe(path: str, fileno: int) -> File:

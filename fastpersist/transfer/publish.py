@@ -2,28 +2,27 @@
 
 The order is the guarantee: data written and synced, then the name moved by rename, then the directory synced. The
 temporary file has no name at all (O_TMPFILE) until just before the rename, so that a killed process leaves nothing; where
-a filesystem has no such files it is a hidden file, locked while in use, and a later save removes those without a lock.
+a filesystem has no such files it is a hidden file, locked while in use, and a later save removes those without a lock. So
+it is where a retired file is recycled.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import logging
 import os
-import re
-import secrets
 import stat
 import time
 from typing import Self
 
 from fastpersist.engines import Engine, File
 from fastpersist.errors import NotDurableError, TransferError
+from fastpersist.transfer.recycling import RetiredFile
+from fastpersist.transfer.temporary import new_name, remove_abandoned, try_lock
 
 log = logging.getLogger("fastpersist")
 
-_TEMPORARY_NAME = re.compile(r"\.fastpersist-[0-9a-f]{16}\.tmp")
 _NO_TMPFILE = (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL, errno.ENOSYS)
 _ATTEMPTS = 16
 
@@ -65,12 +64,16 @@ def _check_directory(directory: str) -> None:
 
 
 class Publication:
-    """A temporary file beside ``target``: write to ``file``, then ``publish``. Left unpublished, it vanishes."""
+    """A temporary file beside ``target``: write to ``file``, then ``publish``. Left unpublished, it vanishes.
 
-    def __init__(self, engine: Engine, target: str, *, durable: bool) -> None:
+    ``recycle`` is the path of a file that shall become the temporary one. If it vanishes, the exception gets a note.
+    """
+
+    def __init__(self, engine: Engine, target: str, *, durable: bool, recycle: str | None = None) -> None:
         self._engine = engine
         self._target = target
         self._durable = durable
+        self._retired = None if recycle is None else RetiredFile(recycle)
         self._directory = -1
         self._name: str | None = None
         self._file: File | None = None
@@ -80,8 +83,14 @@ class Publication:
         directory = os.path.dirname(self._target)
         try:
             self._directory = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-            _remove_abandoned(directory, self._directory)
-            self._create(directory)
+            remove_abandoned(directory, self._directory)
+            if self._retired is None:
+                self._create(directory)
+            else:
+                self._take_over(self._retired)
+        except TransferError:
+            self._clean_up()
+            raise
         except OSError as error:
             self._clean_up()
             message = f"cannot create a temporary file in the target's directory ({error.strerror}): it must be writable"
@@ -91,15 +100,19 @@ class Publication:
             raise
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._clean_up()
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
+        self._clean_up(error)
 
-    def _clean_up(self) -> None:
+    def _clean_up(self, error: BaseException | None = None) -> None:
         try:
             if self._name is not None:
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(self._name, dir_fd=self._directory)
+                    if self._retired is not None:
+                        _tell_that_it_is_lost(self._retired.path, error)
         finally:
+            if self._retired is not None:
+                self._retired.close()
             if self._file is not None:
                 self._file.close()
             directory, self._directory = self._directory, -1
@@ -125,6 +138,8 @@ class Publication:
                 self._engine.sync(self.file)
             if self._name is None:
                 self._give_name()
+            if self._retired is not None:
+                self._retired.release()  # nobody is to wait for a file that has its public name
             os.rename(str(self._name), os.path.basename(self._target), src_dir_fd=self._directory, dst_dir_fd=self._directory)
             self._name = None
         except OSError as error:
@@ -150,22 +165,30 @@ class Publication:
                 if error.errno not in _NO_TMPFILE:
                     raise
             else:
-                _try_lock(self._file.fileno)  # nobody else can reach it yet
+                try_lock(self._file.fileno)  # nobody else can reach it yet
                 return
         self._create_named(directory)
 
+    def _take_over(self, retired: RetiredFile) -> None:
+        try:
+            self._file = retired.take(self._engine, self._target, self._directory)
+        except BaseException as error:
+            retired.give_back(self._directory, error)
+            raise
+        self._name = retired.hidden_name
+
     def _create_named(self, directory: str) -> None:
         for _ in range(_ATTEMPTS):
-            self._name = _new_name()  # known before the file exists: an interrupt in between leaves nothing
+            self._name = new_name()  # known before the file exists: an interrupt in between leaves nothing
             self._file = self._engine.open(os.path.join(directory, self._name), "x")
             # A save that cleans up may have found the file before it was locked: then it is gone, and another is made.
-            if _try_lock(self._file.fileno) and os.fstat(self._file.fileno).st_nlink > 0:
+            if try_lock(self._file.fileno) and os.fstat(self._file.fileno).st_nlink > 0:
                 return
             self._file.close()
         raise OSError(errno.EBUSY, f"{_ATTEMPTS} temporary files were removed by other processes as soon as they were made")
 
     def _give_name(self) -> None:
-        self._name = _new_name()
+        self._name = new_name()
         # A source directory descriptor makes Python use linkat, which can follow the link in /proc to the nameless file.
         source = f"/proc/self/fd/{self.file.fileno}"
         os.link(source, self._name, src_dir_fd=self._directory, dst_dir_fd=self._directory, follow_symlinks=True)
@@ -176,38 +199,8 @@ class Publication:
             os.fchmod(self.file.fileno, stat.S_IMODE(replaced.st_mode))
 
 
-def _new_name() -> str:
-    return f".fastpersist-{secrets.token_hex(8)}.tmp"
-
-
-def _try_lock(fileno: int) -> bool:
-    """False if another process holds the lock. A filesystem without locks protects nothing, and nobody cleans up there."""
-    try:
-        fcntl.flock(fileno, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError as error:
-        log.info("temporary files cannot be locked here (%s)", error.strerror)
-    return True
-
-
-def _remove_abandoned(directory: str, directory_fileno: int) -> None:
-    """Remove temporary files that killed processes left: those that nobody has locked."""
-    for name in os.listdir(directory_fileno):
-        if _TEMPORARY_NAME.fullmatch(name):
-            try:
-                _remove_if_unlocked(name, directory_fileno)
-            except OSError as error:
-                log.info("%s: the abandoned file %s cannot be removed (%s)", directory, name, error.strerror)
-
-
-def _remove_if_unlocked(name: str, directory_fileno: int) -> None:
-    fileno = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=directory_fileno)
-    try:
-        fcntl.flock(fileno, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.unlink(name, dir_fd=directory_fileno)
-        log.info("removed %s, which a save that was killed had left", name)
-    except BlockingIOError:
-        pass  # in use
-    finally:
-        os.close(fileno)
+def _tell_that_it_is_lost(path: str, error: BaseException | None) -> None:
+    lost = f"{path}: the file was being recycled and is gone; the target is as it was"
+    log.warning(lost)
+    if error is not None:
+        error.add_note(lost)

@@ -7,6 +7,7 @@ ends it with an exception.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import itertools
 import json
 import os
@@ -166,13 +167,108 @@ def _save_until(path: Path, engine: str, named: bool, step: str, after: bool, ge
         fastpersist.save(content(generation), path, engine=opened, progress=progress)
 
 
-def _deadly(real: Callable[..., Any], after: bool) -> Callable[..., Any]:
+def _deadly(real: Callable[..., Any], after: bool, skipped: int = 0) -> Callable[..., Any]:
+    calls = itertools.count()
+
     def step(*arguments: Any, **options: Any) -> Any:
+        if next(calls) < skipped:
+            return real(*arguments, **options)
         if after:
             real(*arguments, **options)
         kill_myself()
 
     return step
+
+
+RECYCLING_STEPS = [
+    "engine.open", "first os.rename", "first os.fsync", "engine.reserve", "progress", "engine.resize", "engine.sync",
+    "last os.rename", "last os.fsync",
+]  # fmt: skip
+"""What a save over a retired file does, in this order."""
+
+
+def killed_while_recycling(path: Path) -> dict[str, Any]:
+    """Kill a save over a retired file before and after each step: which of the retired and the hidden file are left."""
+    fastpersist.save(content(1), path)
+    retired = path.parent / "retired.pt"
+    left: dict[str, Any] = {}
+    for engine, step, after in itertools.product(("posix", "io_uring"), RECYCLING_STEPS, (False, True)):
+        fastpersist.save(content(251), retired)
+        old = generation_in(path)
+        new = next_after(old)
+        wait_for_death(fork(lambda: _recycle_until(path, retired, engine, step, after, new)))  # noqa: B023
+        published = RECYCLING_STEPS.index(step) + after > RECYCLING_STEPS.index("last os.rename")
+        case = f"{engine}, {'after' if after else 'before'} {step}"
+        assert generation_in(path) == (new if published else old), case
+        assert not retired.exists() or generation_in(retired) == 251, case
+        hidden = [name for name in leftovers(path) if name != retired.name]
+        left[case] = (retired.exists(), bool(hidden))
+        retired.unlink(missing_ok=True)
+        save_until_alone(path, new, engine)
+    return left
+
+
+def _recycle_until(path: Path, retired: Path, engine: str, step: str, after: bool, generation: int) -> None:
+    """Save over the retired file, and be killed before or after one step."""
+    with fastpersist.open_engine(engine, block_nbytes=BLOCK_NBYTES) as opened:
+        owner = opened if step.startswith("engine.") else os
+        name = step.rpartition(".")[2]
+        if step != "progress":
+            setattr(owner, name, _deadly(getattr(owner, name), after, skipped=int(step.startswith("last"))))
+        calls = itertools.count()
+
+        def progress(done_nbytes: int, total_nbytes: int) -> None:
+            if step == "progress" and (done_nbytes == total_nbytes if after else next(calls) == 3):
+                kill_myself()
+
+        fastpersist.save(content(generation), path, engine=opened, progress=progress, recycle=retired)
+
+
+def opened_while_recycling(path: Path) -> dict[str, Any]:
+    """Open the file that is being overwritten: the opener waits for the complete new file, and nobody is killed."""
+    fastpersist.save(content(1), path)
+    retired = path.parent / "retired.pt"
+    fastpersist.save(content(7), retired)
+    read: list[int] = []
+    readers: list[threading.Thread] = []
+
+    def progress(done_nbytes: int, total_nbytes: int) -> None:
+        if readers:
+            return
+        (hidden,) = [path.parent / name for name in leftovers(path)]
+        readers.append(threading.Thread(target=lambda: read.append(_generation_behind(hidden))))
+        readers[0].start()
+        _wait_for_an_opener(hidden)
+        with pytest.raises(BlockingIOError):
+            os.open(hidden, os.O_RDONLY | os.O_NONBLOCK)
+
+    fastpersist.save(content(2), path, block_nbytes=BLOCK_NBYTES, progress=progress, recycle=retired)
+    readers[0].join()
+    assert generation_in(path) == 2
+    assert leftovers(path) == []
+    return {"read": read}
+
+
+def _generation_behind(path: Path) -> int:
+    """The generation in the file, opened once, whatever its name is then."""
+    with path.open("rb") as source:
+        return int(torch.load(source)["generation"])
+
+
+def _wait_for_an_opener(path: Path) -> None:
+    """Until the kernel holds somebody in an open: the lease that this process has on the file is then to be given up."""
+    (own,) = [int(fileno) for fileno in os.listdir("/proc/self/fd") if _leads_to(fileno, path)]
+    for _ in range(ATTEMPTS * 100):
+        if fcntl.fcntl(own, fcntl.F_GETLEASE) != fcntl.F_WRLCK:
+            return
+        time.sleep(0.002)
+    raise AssertionError("nobody waits")
+
+
+def _leads_to(fileno: str, path: Path) -> bool:
+    with contextlib.suppress(FileNotFoundError):  # the one that listed the directory is gone again
+        return os.readlink(f"/proc/self/fd/{fileno}") == str(path)
+    return False
 
 
 def interrupted_at_random(path: Path, rounds: int = 60) -> dict[str, Any]:
@@ -230,6 +326,8 @@ def _interrupts_while_armed() -> Iterator[list[bool]]:
 SCENARIOS: dict[str, Callable[[Path], dict[str, Any]]] = {
     "killed_at_random": killed_at_random,
     "killed_at_each_step": killed_at_each_step,
+    "killed_while_recycling": killed_while_recycling,
+    "opened_while_recycling": opened_while_recycling,
     "interrupted_at_random": interrupted_at_random,
 }
 

@@ -6,6 +6,7 @@ import errno
 import fcntl
 import logging
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,28 @@ def path(tmp_path: Path) -> str:
 def test_unknown_modes_are_refused_with_the_known_ones(path: str) -> None:
     with pytest.raises(ValueError, match=r"unknown open mode 'a'.*tmpfile"):
         open_file(path, "a", direct=True)
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_a_file_is_opened_as_it_is(path: str, tmp_path: Path, direct: bool) -> None:
+    with pytest.raises(FileNotFoundError):
+        open_file(path, "recycle", direct=direct)
+    Path(path).write_bytes(b"x" * 5000)
+    with open_file(path, "recycle", direct=direct) as file:
+        assert os.fstat(file.fileno).st_size == 5000
+        assert not fcntl.fcntl(file.fileno, fcntl.F_GETFL) & os.O_NONBLOCK
+    (tmp_path / "link").symlink_to(path)
+    with pytest.raises(OSError, match="symbolic links"):
+        open_file(str(tmp_path / "link"), "recycle", direct=direct)
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_a_lease_is_not_waited_for(path: str, direct: bool) -> None:
+    with open(path, "wb") as holder:
+        fcntl.fcntl(holder, fcntl.F_SETSIG, signal.SIGURG)
+        fcntl.fcntl(holder, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+        with pytest.raises(BlockingIOError):
+            open_file(path, "recycle", direct=direct)
 
 
 def test_a_buffered_file_demands_nothing(path: str) -> None:
