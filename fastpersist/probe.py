@@ -110,8 +110,12 @@ def _measure(
 def _engines(names: Sequence[str] | None) -> list[str]:
     """The engines to try. Raises ValueError for an unknown one, EngineUnavailableError for one that cannot run."""
     verdicts = available()
-    if not names:
-        return [name for name, verdict in verdicts.items() if verdict.usable and engine_class(name).capabilities.persistent]
+    if not names:  # trials move host memory, which says nothing of kvikio
+        return [
+            name
+            for name, verdict in verdicts.items()
+            if verdict.usable and name != "kvikio" and engine_class(name).capabilities.persistent
+        ]
     for name in names:
         if not engine_class(name).capabilities.persistent:
             raise ProbeError(f"engine {name!r} has no disk to measure", "try --engine posix or --engine io_uring")

@@ -37,6 +37,7 @@ log = logging.getLogger("fastpersist")
 _REGISTRY = {
     "posix": ("fastpersist.engines.posix", "PosixEngine"),
     "io_uring": ("fastpersist.engines.io_uring", "IoUringEngine"),
+    "kvikio": ("fastpersist.engines.kvikio", "KvikioEngine"),
     "memory": ("fastpersist.engines.memory", "MemoryEngine"),
     "null": ("fastpersist.engines.memory", "NullEngine"),
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+from collections.abc import Callable
 
 from fastpersist.engines import _libc
 from fastpersist.engines.base import DEFAULT_BLOCK_NBYTES, DEFAULT_QUEUE_DEPTH, Engine, Request, Write
@@ -21,12 +22,18 @@ class PosixEngine(Engine):
         self._todo: queue.SimpleQueue[tuple[int, Request] | None] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
         # Started now: Python >= 3.12 refuses new threads once the interpreter shuts down, when a last save may still run.
+        work = (self._todo, self._done, self._transfer)
         self._threads = [
-            threading.Thread(target=_work, args=(self._todo, self._done), name=f"fastpersist-posix-{index}", daemon=True)
+            threading.Thread(target=_work, args=work, name=f"fastpersist-{self.name}-{index}", daemon=True)
             for index in range(min(queue_depth, MAX_THREADS))
         ]
         for thread in self._threads:
             thread.start()
+
+    @staticmethod
+    def _transfer(request: Request) -> int:
+        """Make one transfer, in a worker: bytes moved, or a negated errno. Must not raise."""
+        return transfer_host_memory(request)
 
     def _start(self, ticket: int, request: Request) -> None:
         self._todo.put((ticket, request))
@@ -54,9 +61,18 @@ class PosixEngine(Engine):
             thread.join()
 
 
-def _work(todo: queue.SimpleQueue[tuple[int, Request] | None], done: queue.SimpleQueue[tuple[int, int]]) -> None:
+def transfer_host_memory(request: Request) -> int:
+    """Bytes moved by one system call, or a negated errno."""
+    call = _libc.pwrite if isinstance(request, Write) else _libc.pread
+    return call(request.file.fileno, request.address, request.nbytes, request.file_offset)
+
+
+def _work(
+    todo: queue.SimpleQueue[tuple[int, Request] | None],
+    done: queue.SimpleQueue[tuple[int, int]],
+    transfer: Callable[[Request], int],
+) -> None:
     while (item := todo.get()) is not None:
         ticket, request = item
-        call = _libc.pwrite if isinstance(request, Write) else _libc.pread
-        done.put((ticket, call(request.file.fileno, request.address, request.nbytes, request.file_offset)))
+        done.put((ticket, transfer(request)))
         del item, request  # an idle worker keeps no tensor alive

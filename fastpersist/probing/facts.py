@@ -102,7 +102,7 @@ def collect_facts(directory: Path, scratch: Scratch | None) -> Facts:
         filesystem=_filesystem(directory, mount),
         devices=devices,
         direct_io=_direct_io(scratch, mount, devices),
-        engines={name: verdict for name, verdict in available().items() if name not in ("memory", "null")},
+        engines={name: verdict for name, verdict in available().items() if name not in ("kvikio", "memory", "null")},
         memlock_nbytes=_memlock_nbytes(),
         huge_pages=read_huge_pages(),
         gpu=describe_gpu(),

@@ -40,7 +40,7 @@ def _run(*arguments: object, width: int = 200) -> tuple[int, str, str]:
 def test_engines_lists_every_engine() -> None:
     status, output, _ = _run("engines")
     assert status == 0
-    for name in ("posix", "io_uring", "memory", "null"):
+    for name in ("posix", "io_uring", "kvikio", "memory", "null"):
         assert name in output
 
 

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sys
 from pathlib import Path
 
 import pytest
 
-from fastpersist.engines import _libc
+from fastpersist.engines import _gds, _libc, available
 from fastpersist.probing import devices, facts, gpu, mounts
 from fastpersist.probing.devices import device_chain
 from fastpersist.probing.facts import collect_facts, read_huge_pages
 from fastpersist.probing.gpu import describe_gpu
 from fastpersist.probing.mounts import Mount, block_device_of, mount_of, read_mounts
 from fastpersist.probing.scratch import scratch_file
+from tests.kvikio_double import KvikioDouble
 
 TABLE = r"""22 27 0:21 / /proc rw,relatime - proc proc rw
 27 1 254:0 / / rw,relatime - ext4 /dev/vda rw,discard
@@ -207,14 +209,15 @@ def test_huge_pages(tmp_path: Path) -> None:
 class FakeDriver:
     """libcuda as ctypes would show it."""
 
-    def __init__(self, code: int) -> None:
+    def __init__(self, code: int, count: int = 2) -> None:
         self._code = code
+        self._count = count
 
     def cuInit(self, _: int) -> int:  # noqa: N802
         return self._code
 
     def cuDeviceGetCount(self, count: object) -> int:  # noqa: N802
-        ctypes.cast(count, ctypes.POINTER(ctypes.c_int))[0] = 2  # type: ignore[arg-type]
+        ctypes.cast(count, ctypes.POINTER(ctypes.c_int))[0] = self._count  # type: ignore[arg-type]
         return 0
 
     def cuDeviceGet(self, _: object, index: int) -> int:  # noqa: N802
@@ -225,29 +228,42 @@ class FakeDriver:
         return 0
 
 
-def test_without_a_driver_nothing_of_it_is_called() -> None:
-    found = describe_gpu("libcuda-missing.so.1")
+def test_without_a_driver_nothing_of_it_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_gds, "DRIVER", "libcuda-missing.so.1")
+    found = describe_gpu()
     assert found.names == ()
     assert "libcuda-missing.so.1 is not installed" in found.verdict
-    assert found.gds.startswith("no")
+    assert found.gds == "no: there is no GPU"
 
 
 def test_a_driver_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu.ctypes, "CDLL", lambda name: FakeDriver(100))
+    monkeypatch.setattr(_gds.ctypes, "CDLL", lambda name: FakeDriver(100))
     assert "cuInit answers 100" in describe_gpu().verdict
-    monkeypatch.setattr(gpu.ctypes, "CDLL", lambda name: object())
+    monkeypatch.setattr(_gds.ctypes, "CDLL", lambda name: FakeDriver(0, count=0))
+    assert "the driver finds none" in describe_gpu().verdict
+    monkeypatch.setattr(_gds.ctypes, "CDLL", lambda name: object())
     assert "no CUDA driver" in describe_gpu().verdict
 
 
-def test_gpus_are_named_and_gds_is_not_promised(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(gpu.ctypes, "CDLL", lambda name: FakeDriver(0))
-    monkeypatch.setattr(gpu.importlib.util, "find_spec", lambda name: None)
+def test_a_driver_that_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "libcuda.so.1").write_bytes(b"no library")
+    monkeypatch.setattr(_gds, "DRIVER", str(tmp_path / "libcuda.so.1"))
+    assert "cannot be loaded" in describe_gpu().verdict
+
+
+def test_gpus_are_named_and_gds_is_not_promised(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_gds.ctypes, "CDLL", lambda name: FakeDriver(0))
+    monkeypatch.setitem(sys.modules, "kvikio", None)
     found = describe_gpu()
     assert (found.names, found.verdict) == (("A GPU", "GPU 1"), "2 GPUs")
+    assert found.gds.startswith("no: kvikio")
     assert "fastpersist[gds]" in found.gds
-    monkeypatch.setattr(gpu.importlib.util, "find_spec", lambda name: object())
-    assert "without the nvidia-fs module" in describe_gpu(nvidia_fs=tmp_path / "none").gds
-    assert "unverified" in describe_gpu(nvidia_fs=tmp_path).gds
+
+
+def test_the_verdict_on_gds_is_that_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    KvikioDouble().install(monkeypatch)
+    assert describe_gpu() == gpu.Gpu(("A GPU",), "1 GPU", available()["kvikio"].reason)
+    assert describe_gpu().gds.startswith("unverified: nvidia-fs is not loaded")
 
 
 def test_facts_of_a_real_directory(tmp_path: Path) -> None:

@@ -14,13 +14,13 @@ from fastpersist.errors import EngineUnavailableError
 
 
 def test_an_unknown_name_lists_the_known_ones() -> None:
-    with pytest.raises(ValueError, match=r"unknown engine 'uring'.*'posix', 'io_uring', 'memory', 'null'"):
+    with pytest.raises(ValueError, match=r"unknown engine 'uring'.*'posix', 'io_uring', 'kvikio', 'memory', 'null'"):
         open_engine("uring")
 
 
 def test_every_registered_engine_answers_whether_it_can_run() -> None:
     verdicts = available()
-    assert set(verdicts) == {"posix", "io_uring", "memory", "null"}
+    assert set(verdicts) == {"posix", "io_uring", "kvikio", "memory", "null"}
     for verdict in verdicts.values():
         assert verdict.usable or (verdict.reason and verdict.remedy)
 
