@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from fastpersist.archive.layout import LAYOUTS, ArchivePlan, plan
+from fastpersist.archive.layout import LARGE_NBYTES, LAYOUTS, ArchivePlan, plan
 from fastpersist.archive.pickling import FlatObject, flatten
 from fastpersist.archive.selection import Selection, as_predicate, select
 from fastpersist.archive.unpickling import MapLocation, reads_no_data, resolve_weights_only
@@ -88,20 +88,12 @@ def save(
     queue_depth = resolve_queue_depth(queue_depth, engine, path)
     target = resolve_target(path)
 
-    with ready_engine(engine, target, block_nbytes, queue_depth) as active:
-        flat = flatten(obj, pickle_protocol)  # nothing is on disk yet: what cannot be pickled costs nothing
+    flat = flatten(obj, pickle_protocol)  # nothing is on disk yet: what cannot be pickled costs nothing
+    depth = min(queue_depth, _max_blocks(flat, block_nbytes))  # a small file needs neither threads nor a deep queue
+    with ready_engine(engine, target, block_nbytes, depth) as active:
         with _destination(active, target, durable=durable, recycle=recycle) as (file, publication):
             archive, copied_nbytes = _write(
-                flat,
-                path,
-                target,
-                active,
-                file,
-                block_nbytes,
-                queue_depth,
-                layout=layout,
-                checksum=checksum,
-                progress=progress,
+                flat, path, target, active, file, block_nbytes, depth, layout=layout, checksum=checksum, progress=progress
             )
             if publication is not None:
                 publication.publish()
@@ -273,6 +265,12 @@ def _write(
         with as_transfer_error("cannot set the length of", target, nbytes=archive.file_nbytes):
             engine.resize(file, archive.file_nbytes)
     return archive, copied_nbytes
+
+
+def _max_blocks(flat: FlatObject, block_nbytes: int) -> int:
+    """As many transfers as the file can take, at most: large storages have an interior and what lies before it."""
+    large = sum(nbytes >= LARGE_NBYTES for nbytes in flat.storage_nbytes)
+    return flat.nbytes // block_nbytes + 2 * large + 1
 
 
 def _prefix(path: str | os.PathLike[str]) -> str:

@@ -8,7 +8,14 @@ import contextlib
 import os
 from collections.abc import Iterator
 
-from fastpersist.engines import DEFAULT_BLOCK_NBYTES, DEFAULT_QUEUE_DEPTH, MAX_TRANSFER_NBYTES, Engine, open_engine
+from fastpersist.engines import (
+    DEFAULT_BLOCK_NBYTES,
+    DEFAULT_QUEUE_DEPTH,
+    MAX_QUEUE_DEPTH,
+    MAX_TRANSFER_NBYTES,
+    Engine,
+    open_engine,
+)
 from fastpersist.errors import AlignmentError
 from fastpersist.memory.alignment import PAGE_NBYTES, is_aligned
 from fastpersist.probing.profile import Profile, load_profile
@@ -62,7 +69,7 @@ def resolve_block_nbytes(block_nbytes: int | None, engine: str | Engine, path: P
 def resolve_queue_depth(queue_depth: int | None, engine: str | Engine, path: Path | None = None) -> int:
     """Requests in flight: argument, else FASTPERSIST_QUEUE_DEPTH, else the open engine's or the profile's, else 8.
 
-    Raises ValueError below 1, and for more than an open engine was opened with.
+    Raises ValueError below 1 and above 1024, and for more than an open engine was opened with.
     """
     from_environment = _whole_number("queue_depth", queue_depth) is None
     if queue_depth is None:
@@ -72,8 +79,8 @@ def resolve_queue_depth(queue_depth: int | None, engine: str | Engine, path: Pat
     opened = engine.queue_depth if isinstance(engine, Engine) else None
     if queue_depth is None:
         queue_depth = DEFAULT_QUEUE_DEPTH if opened is None else opened
-    if queue_depth < 1:
-        raise ValueError(f"queue_depth must be at least 1, not {queue_depth}")
+    if not 1 <= queue_depth <= MAX_QUEUE_DEPTH:
+        raise ValueError(f"queue_depth must be at least 1 and at most {MAX_QUEUE_DEPTH}, not {queue_depth}")
     if opened is not None and queue_depth > opened:
         if from_environment:
             return opened

@@ -13,6 +13,7 @@ import os
 from fastpersist.engines.base import (
     DEFAULT_BLOCK_NBYTES,
     DEFAULT_QUEUE_DEPTH,
+    MAX_QUEUE_DEPTH,
     MAX_TRANSFER_NBYTES,
     Availability,
     Capabilities,
