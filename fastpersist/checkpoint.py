@@ -1,29 +1,19 @@
-"""The verbs. Read ``save`` from top to bottom to follow a checkpoint from an object to a durable file."""
+"""The verbs. ``save`` leads through ``archive/pickling.py`` to ``transfer/saving.py``, ``load`` to ``transfer/loading.py``."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import time
-from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
-
-from fastpersist.archive.layout import LARGE_NBYTES, LAYOUTS, ArchivePlan, plan
-from fastpersist.archive.pickling import FlatObject, flatten
+from fastpersist.archive.pickling import flatten
 from fastpersist.archive.selection import Selection, as_predicate, select
 from fastpersist.archive.unpickling import MapLocation, reads_no_data, resolve_weights_only
-from fastpersist.engines import DEFAULT_BLOCK_NBYTES, Engine, File
-from fastpersist.errors import RecycleRefusedError, as_transfer_error
-from fastpersist.memory.alignment import PAGE_NBYTES, round_up
-from fastpersist.memory.buffers import shared_pool
-from fastpersist.options import ready_engine, resolve_block_nbytes, resolve_queue_depth
-from fastpersist.progress import Progress, ProgressCounter, progress_reporter
+from fastpersist.engines import DEFAULT_BLOCK_NBYTES, Engine
+from fastpersist.options import resolve_block_nbytes, resolve_queue_depth
+from fastpersist.progress import Progress
 from fastpersist.reports import CheckpointInfo, SaveReport, VerifyReport
-from fastpersist.transfer.extents import cut_into_blocks, plan_extents
-from fastpersist.transfer.image import ArchiveImage
 from fastpersist.transfer.inspection import describe
 from fastpersist.transfer.loading import (
     Reading,
@@ -35,10 +25,8 @@ from fastpersist.transfer.loading import (
     path_named,
     reading_engine,
 )
-from fastpersist.transfer.publish import Publication, resolve_target
+from fastpersist.transfer.saving import SaveJob
 from fastpersist.transfer.source import CheckpointFile
-from fastpersist.transfer.staging import copy_from_device, residues
-from fastpersist.transfer.writer import write_blocks
 
 log = logging.getLogger("fastpersist")
 
@@ -82,35 +70,12 @@ def save(
     directory's sync, failed.
     """
     started = time.perf_counter()
-    if layout not in LAYOUTS:
-        raise ValueError(f"unknown layout {layout!r}: use one of {', '.join(map(repr, LAYOUTS))}")
-    block_nbytes = resolve_block_nbytes(block_nbytes, engine, path)
-    queue_depth = resolve_queue_depth(queue_depth, engine, path)
-    target = resolve_target(path)
-
+    job = SaveJob.check(
+        path, engine=engine, block_nbytes=block_nbytes, queue_depth=queue_depth, checksum=checksum, durable=durable,
+        layout=layout, recycle=recycle, progress=progress,
+    )  # fmt: skip
     flat = flatten(obj, pickle_protocol)  # nothing is on disk yet: what cannot be pickled costs nothing
-    depth = min(queue_depth, _max_blocks(flat, block_nbytes))  # a small file needs neither threads nor a deep queue
-    with ready_engine(engine, target, block_nbytes, depth) as active:
-        with _destination(active, target, durable=durable, recycle=recycle) as (file, publication):
-            archive, copied_nbytes = _write(
-                flat, path, target, active, file, block_nbytes, depth, layout=layout, checksum=checksum, progress=progress
-            )
-            if publication is not None:
-                publication.publish()
-        return SaveReport(
-            path=target,
-            nbytes=flat.nbytes,
-            file_nbytes=archive.file_nbytes,
-            seconds=time.perf_counter() - started,
-            engine=active.name,
-            direct=file.direct,
-            zero_copy_nbytes=flat.nbytes - copied_nbytes,
-            copied_nbytes=copied_nbytes,
-            sync_seconds=0.0 if publication is None else publication.sync_seconds,
-            records=archive.records,
-            block_nbytes=block_nbytes,
-            queue_depth=queue_depth,
-        )
+    return job.run(flat, started=started)
 
 
 def load(
@@ -199,85 +164,3 @@ def inspect(path: str | os.PathLike[str]) -> CheckpointInfo:
     """
     with CheckpointFile(path) as source, path_named(source):
         return describe(source, source.zip_directory())
-
-
-@contextlib.contextmanager
-def _destination(
-    engine: Engine, target: str, *, durable: bool, recycle: str | os.PathLike[str] | None
-) -> Iterator[tuple[File, Publication | None]]:
-    """The file to write to, and what publishes it: nothing, where the engine keeps nothing."""
-    retired = None if recycle is None else os.fsdecode(recycle)
-    if engine.capabilities.persistent:
-        with Publication(engine, target, durable=durable, recycle=retired) as publication:
-            yield publication.file, publication
-    elif retired is not None:
-        raise RecycleRefusedError(retired, f"engine {engine.name!r} keeps no files", "take an engine that writes to a disk")
-    else:
-        with engine.open(target, "w") as file:
-            yield file, None
-
-
-def _write(
-    flat: FlatObject,
-    path: str | os.PathLike[str],
-    target: str,
-    engine: Engine,
-    file: File,
-    block_nbytes: int,
-    queue_depth: int,
-    *,
-    layout: str,
-    checksum: bool,
-    progress: bool | Progress,
-) -> tuple[ArchivePlan, int]:
-    """Plan the file, cut it into extents, write them all, and give the file its true length.
-
-    Returns the plan and how many bytes of payload went through a buffer.
-    """
-    addresses = np.array(flat.addresses, np.int64)
-    archive = plan(
-        _prefix(path),
-        flat.pickle_bytes,
-        np.array(flat.storage_nbytes, np.int64),
-        residues(addresses, file.memory_alignment),
-        layout,
-    )
-    cut_nbytes = max(PAGE_NBYTES, file.offset_alignment)
-    extents = plan_extents(archive, addresses, memory_alignment=file.memory_alignment, cut_nbytes=cut_nbytes)
-    blocks = cut_into_blocks(
-        extents, round_up(block_nbytes, cut_nbytes), round_up(min(block_nbytes, DEFAULT_BLOCK_NBYTES), cut_nbytes)
-    )
-    image = ArchiveImage(
-        archive,
-        addresses,
-        lambda storage, start, to: copy_from_device(flat.storages[storage], start, to),
-        checksum=checksum,
-    )
-    padded_nbytes = round_up(archive.file_nbytes, cut_nbytes)
-    with as_transfer_error("cannot reserve space for", target, nbytes=padded_nbytes):
-        engine.reserve(file, padded_nbytes)
-    with progress_reporter(progress, os.path.basename(target)) as report:
-        moved = ProgressCounter(report, archive.file_nbytes).add
-        copied_nbytes = write_blocks(
-            blocks, image, engine, file, shared_pool(), queue_depth=queue_depth, path=target, moved=moved
-        )
-    if padded_nbytes != archive.file_nbytes:
-        with as_transfer_error("cannot set the length of", target, nbytes=archive.file_nbytes):
-            engine.resize(file, archive.file_nbytes)
-    return archive, copied_nbytes
-
-
-def _max_blocks(flat: FlatObject, block_nbytes: int) -> int:
-    """As many transfers as the file can take, at most: large storages have an interior and what lies before it."""
-    large = sum(nbytes >= LARGE_NBYTES for nbytes in flat.storage_nbytes)
-    return flat.nbytes // block_nbytes + 2 * large + 1
-
-
-def _prefix(path: str | os.PathLike[str]) -> str:
-    """Folder name inside the zip: the file's name without its last extension; "archive" where that is empty or not ASCII.
-
-    So torch has it, which also splits names at a backslash.
-    """
-    name = os.path.basename(os.fsdecode(path)).rpartition("\\")[2]
-    stem = name.rpartition(".")[0] if "." in name else name
-    return stem if stem and name.isascii() else "archive"

@@ -28,8 +28,8 @@ from fastpersist.engines.files import File
 from fastpersist.errors import EngineUnavailableError
 
 __all__ = [
-    "DEFAULT_BLOCK_NBYTES", "DEFAULT_QUEUE_DEPTH", "MAX_TRANSFER_NBYTES", "Availability", "Capabilities", "Completion",
-    "Engine", "File", "Memory", "Read", "Request", "Write", "available", "engine_class", "open_engine",
+    "DEFAULT_BLOCK_NBYTES", "DEFAULT_QUEUE_DEPTH", "MAX_QUEUE_DEPTH", "MAX_TRANSFER_NBYTES", "Availability", "Capabilities",
+    "Completion", "Engine", "File", "Memory", "Read", "Request", "Write", "available", "engine_class", "open_engine",
 ]  # fmt: skip
 
 log = logging.getLogger("fastpersist")

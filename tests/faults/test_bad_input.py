@@ -303,7 +303,7 @@ class FakeDevice:
         self.failing = failing
         self.copies = 0
         monkeypatch.setattr("fastpersist.checkpoint.flatten", self.flatten)
-        monkeypatch.setattr("fastpersist.checkpoint.copy_from_device", self.copy)
+        monkeypatch.setattr("fastpersist.transfer.saving.copy_from_device", self.copy)
 
     def flatten(self, obj: object, protocol: int) -> FlatObject:
         flat = flatten(obj, protocol)

@@ -1,0 +1,164 @@
+"""From a flat object to a published file. Read ``SaveJob.run`` from top to bottom to follow a checkpoint to the disk."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from fastpersist.archive.layout import LARGE_NBYTES, LAYOUTS, ArchivePlan, plan
+from fastpersist.archive.pickling import FlatObject
+from fastpersist.engines import DEFAULT_BLOCK_NBYTES, Engine, File
+from fastpersist.errors import RecycleRefusedError, as_transfer_error
+from fastpersist.memory.alignment import PAGE_NBYTES, round_up
+from fastpersist.memory.buffers import shared_pool
+from fastpersist.options import ready_engine, resolve_block_nbytes, resolve_queue_depth
+from fastpersist.progress import Progress, ProgressCounter, progress_reporter
+from fastpersist.reports import SaveReport
+from fastpersist.transfer.extents import Extent, cut_into_blocks, plan_extents
+from fastpersist.transfer.image import ArchiveImage
+from fastpersist.transfer.publish import Publication, resolve_target
+from fastpersist.transfer.staging import copy_from_device, residues
+from fastpersist.transfer.writer import NOBODY, Watcher, write_blocks
+
+Path = str | os.PathLike[str]
+
+
+@dataclass(frozen=True, slots=True)
+class SaveJob:
+    """How and where to save, checked; the options are those of fastpersist.save. Made before the object is looked at."""
+
+    target: str
+    prefix: str
+    engine: str | Engine
+    block_nbytes: int
+    queue_depth: int
+    checksum: bool
+    durable: bool
+    layout: str
+    recycle: str | None
+    progress: bool | Progress
+
+    @classmethod
+    def check(
+        cls,
+        path: Path,
+        *,
+        engine: str | Engine,
+        block_nbytes: int | None,
+        queue_depth: int | None,
+        checksum: bool,
+        durable: bool,
+        layout: str,
+        recycle: Path | None,
+        progress: bool | Progress,
+    ) -> SaveJob:
+        """Raises what resolve_target and the options raise; nothing has been touched then."""
+        if layout not in LAYOUTS:
+            raise ValueError(f"unknown layout {layout!r}: use one of {', '.join(map(repr, LAYOUTS))}")
+        return cls(
+            resolve_target(path), _prefix(path), engine, resolve_block_nbytes(block_nbytes, engine, path),
+            resolve_queue_depth(queue_depth, engine, path), checksum, durable, layout,
+            None if recycle is None else os.fsdecode(recycle), progress,
+        )  # fmt: skip
+
+    def run(self, flat: FlatObject, *, started: float | None = None, watcher: Watcher = NOBODY) -> SaveReport:
+        """Write and publish. ``started`` (of time.perf_counter) is where the report's seconds begin."""
+        started = time.perf_counter() if started is None else started
+        depth = min(self.queue_depth, _max_blocks(flat, self.block_nbytes))  # a small file needs neither threads nor a queue
+        with ready_engine(self.engine, self.target, self.block_nbytes, depth) as engine:
+            with self._destination(engine) as (file, publication):
+                archive, copied_nbytes = self._write(flat, engine, file, depth, watcher)
+                if publication is not None:
+                    watcher.publishing()
+                    publication.publish()
+            return SaveReport(
+                path=self.target,
+                nbytes=flat.nbytes,
+                file_nbytes=archive.file_nbytes,
+                seconds=time.perf_counter() - started,
+                engine=engine.name,
+                direct=file.direct,
+                zero_copy_nbytes=flat.nbytes - copied_nbytes,
+                copied_nbytes=copied_nbytes,
+                sync_seconds=0.0 if publication is None else publication.sync_seconds,
+                records=archive.records,
+                block_nbytes=self.block_nbytes,
+                queue_depth=self.queue_depth,
+            )
+
+    @contextlib.contextmanager
+    def _destination(self, engine: Engine) -> Iterator[tuple[File, Publication | None]]:
+        """The file to write to, and what publishes it: nothing, where the engine keeps nothing."""
+        if engine.capabilities.persistent:
+            with Publication(engine, self.target, durable=self.durable, recycle=self.recycle) as publication:
+                yield publication.file, publication
+        elif self.recycle is not None:
+            reason, remedy = f"engine {engine.name!r} keeps no files", "take an engine that writes to a disk"
+            raise RecycleRefusedError(self.recycle, reason, remedy)
+        else:
+            with engine.open(self.target, "w") as file:
+                yield file, None
+
+    def _write(
+        self, flat: FlatObject, engine: Engine, file: File, queue_depth: int, watcher: Watcher
+    ) -> tuple[ArchivePlan, int]:
+        """Plan the file, cut it into extents, write them all, and give the file its true length.
+
+        Returns the plan and how many bytes of payload went through a buffer.
+        """
+        addresses = np.array(flat.addresses, np.int64)
+        archive = plan(
+            self.prefix,
+            flat.pickle_bytes,
+            np.array(flat.storage_nbytes, np.int64),
+            residues(addresses, file.memory_alignment),
+            self.layout,
+        )
+        cut_nbytes = max(PAGE_NBYTES, file.offset_alignment)
+        blocks = self._blocks(archive, addresses, file, cut_nbytes)
+        watcher.planned(archive, blocks)
+        image = ArchiveImage(
+            archive,
+            addresses,
+            lambda storage, start, to: copy_from_device(flat.storages[storage], start, to),
+            checksum=self.checksum,
+        )
+        padded_nbytes = round_up(archive.file_nbytes, cut_nbytes)
+        with as_transfer_error("cannot reserve space for", self.target, nbytes=padded_nbytes):
+            engine.reserve(file, padded_nbytes)
+        with progress_reporter(self.progress, os.path.basename(self.target)) as report:
+            moved = ProgressCounter(report, archive.file_nbytes).add
+            copied_nbytes = write_blocks(
+                blocks, image, engine, file, shared_pool(),
+                queue_depth=queue_depth, path=self.target, moved=moved, watcher=watcher,
+            )  # fmt: skip
+        if padded_nbytes != archive.file_nbytes:
+            with as_transfer_error("cannot set the length of", self.target, nbytes=archive.file_nbytes):
+                engine.resize(file, archive.file_nbytes)
+        return archive, copied_nbytes
+
+    def _blocks(self, archive: ArchivePlan, addresses: np.ndarray, file: File, cut_nbytes: int) -> list[Extent]:
+        extents = plan_extents(archive, addresses, memory_alignment=file.memory_alignment, cut_nbytes=cut_nbytes)
+        assembled_nbytes = min(self.block_nbytes, DEFAULT_BLOCK_NBYTES)  # of the pool
+        return list(cut_into_blocks(extents, round_up(self.block_nbytes, cut_nbytes), round_up(assembled_nbytes, cut_nbytes)))
+
+
+def _max_blocks(flat: FlatObject, block_nbytes: int) -> int:
+    """As many transfers as the file can take, at most: large storages have an interior and what lies before it."""
+    large = sum(nbytes >= LARGE_NBYTES for nbytes in flat.storage_nbytes)
+    return flat.nbytes // block_nbytes + 2 * large + 1
+
+
+def _prefix(path: Path) -> str:
+    """Folder name inside the zip: the file's name without its last extension; "archive" where that is empty or not ASCII.
+
+    So torch has it, which also splits names at a backslash.
+    """
+    name = os.path.basename(os.fsdecode(path)).rpartition("\\")[2]
+    stem = name.rpartition(".")[0] if "." in name else name
+    return stem if stem and name.isascii() else "archive"
