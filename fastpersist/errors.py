@@ -34,6 +34,10 @@ class RecycleRefusedError(FastPersistError, ValueError):
         self.remedy = remedy
 
 
+class SaveCancelledError(FastPersistError):
+    """A background save ended because it was cancelled. What was at its path before is still there."""
+
+
 class EngineStateError(FastPersistError):
     """An engine was used after close, from a second thread, in a forked child, or after an interrupt."""
 

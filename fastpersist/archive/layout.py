@@ -80,6 +80,12 @@ def plan(prefix: str, pickle_bytes: bytes, storage_nbytes: Int64Array, residues:
     return _place(order(prefix.encode(), pickle_bytes, storage_nbytes, residues))
 
 
+def storage_order(storage_nbytes: Int64Array, layout: str) -> Int64Array:
+    """Indices of the storages in the order in which they come in the file."""
+    large = storage_nbytes >= LARGE_NBYTES if layout != "torch" else np.zeros(len(storage_nbytes), bool)
+    return np.argsort(large, kind="stable")
+
+
 def _torch_order(prefix: bytes, pickle_bytes: bytes, storage_nbytes: Int64Array, residues: Int64Array) -> list[_Group]:
     # With .format_version present torch computes offsets, from exactly this order and this alignment.
     head = {
