@@ -76,8 +76,30 @@ def async_save(
     Raises at once what ``save`` raises before it opens a file; later failures come from the PendingSave. One that nobody has
     asked about is logged, raised by the next call of async_save, and printed when the interpreter exits.
     """
+    return begin_save(
+        obj, path, snapshot=snapshot, guard=guard, max_staging_nbytes=max_staging_nbytes, max_pending=max_pending,
+        pickle_protocol=pickle_protocol, engine=engine, block_nbytes=block_nbytes, queue_depth=queue_depth, checksum=checksum,
+        durable=durable, layout=layout, recycle=recycle, progress=progress,
+    )  # fmt: skip
+
+
+def begin_save(
+    obj: object,
+    path: str | os.PathLike[str],
+    *,
+    snapshot: bool = True,
+    guard: Optimizers | None = None,
+    max_staging_nbytes: int | None = None,
+    max_pending: int = 1,
+    pickle_protocol: int = 2,
+    afterwards: Callable[[], object] | None = None,
+    **job_options: Any,
+) -> PendingSave:
+    """async_save with all options of SaveJob.check. ``afterwards`` is called in the thread when the file is published, before
+    anybody is told.
+    """
     started = time.perf_counter()
-    if isinstance(engine, Engine):
+    if isinstance(job_options.get("engine"), Engine):
         raise TypeError("async_save takes the name of an engine: an open one belongs to the thread that first used it")
     if snapshot and guard is not None:
         raise ValueError("guard is for snapshot=False: with snapshot=True every tensor may be changed at once")
@@ -86,18 +108,15 @@ def async_save(
     if max_staging_nbytes is not None and max_staging_nbytes < 0:
         raise ValueError(f"max_staging_nbytes must not be negative, but it is {max_staging_nbytes}")
     optimizers = [] if guard is None else as_optimizers(guard)
-    job = SaveJob.check(
-        path, engine=engine, block_nbytes=block_nbytes, queue_depth=queue_depth, checksum=checksum, durable=durable,
-        layout=layout, recycle=recycle, progress=progress,
-    )  # fmt: skip
+    job = SaveJob.check(path, **job_options)
     remove_idle_hooks()
     _raise_what_nobody_asked_about()
     with _worker.place(max_pending) as place:
         flat = flatten(obj, pickle_protocol)
         keep = _left_alone(flat, optimizers) if guard is not None else set() if snapshot else set(range(len(flat.storages)))
         limit = _staging_limit() if max_staging_nbytes is None else max_staging_nbytes
-        staged = Snapshot(flat, keep, shared_staging(), layout=layout, max_nbytes=limit)
-        pending = PendingSave(job, staged, started)
+        staged = Snapshot(flat, keep, shared_staging(), layout=job.layout, max_nbytes=limit)
+        pending = PendingSave(job, staged, started, afterwards)
         if optimizers:
             hold_next_step(optimizers, pending._wait_until_staged, pending.staged)
         has_thread = place.take(pending)
@@ -129,12 +148,15 @@ class PendingSave:
     by fork cannot ask about the saves of its parent.
     """
 
-    def __init__(self, job: SaveJob, snapshot: Snapshot, started: float) -> None:
+    def __init__(
+        self, job: SaveJob, snapshot: Snapshot, started: float, afterwards: Callable[[], object] | None = None
+    ) -> None:
         """Made by async_save."""
         self.path = job.target
         self._work: tuple[SaveJob, contextvars.Context] | None = (job, contextvars.copy_context())
         self._snapshot = snapshot
         self._started = started
+        self._afterwards = afterwards
         self._process = os.getpid()
         self._changed = threading.Condition()
         self._done = False
@@ -150,6 +172,10 @@ class PendingSave:
     def staged(self) -> bool:
         """True once every byte is in memory of ours or written: the tensors may be changed."""
         return self._process != os.getpid() or self._snapshot.is_free()
+
+    def succeeded(self) -> bool:
+        """True once the file is published, and durable if that was asked for."""
+        return self._done and self._error is None
 
     def cancelled(self) -> bool:
         """True if it ended because of ``cancel``."""
@@ -256,6 +282,11 @@ class PendingSave:
             snapshot.end()
             zero_copy_nbytes = min(report.zero_copy_nbytes, report.nbytes - snapshot.staged_nbytes)
             copied_nbytes = report.nbytes - zero_copy_nbytes
+            if self._afterwards is not None:
+                try:
+                    self._afterwards()
+                except Exception:
+                    log.exception("%s: what follows on the background save failed; the file is published", self.path)
             self._finish(replace(report, zero_copy_nbytes=zero_copy_nbytes, copied_nbytes=copied_nbytes), None)
 
     def _finish(self, report: SaveReport | None, error: BaseException | None) -> None:

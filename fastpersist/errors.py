@@ -38,6 +38,10 @@ class SaveCancelledError(FastPersistError):
     """A background save ended because it was cancelled. What was at its path before is still there."""
 
 
+class CheckpointerBusyError(FastPersistError):
+    """Another Checkpointer saves to the same directory under the same prefix."""
+
+
 class EngineStateError(FastPersistError):
     """An engine was used after close, from a second thread, in a forked child, or after an interrupt."""
 

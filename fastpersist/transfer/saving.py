@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import time
 from collections.abc import Iterator
@@ -25,6 +26,8 @@ from fastpersist.transfer.publish import Publication, resolve_target
 from fastpersist.transfer.staging import copy_from_device, residues
 from fastpersist.transfer.writer import NOBODY, Watcher, write_blocks
 
+log = logging.getLogger("fastpersist")
+
 Path = str | os.PathLike[str]
 
 
@@ -41,6 +44,7 @@ class SaveJob:
     durable: bool
     layout: str
     recycle: str | None
+    must_recycle: bool
     progress: bool | Progress
 
     @classmethod
@@ -48,22 +52,26 @@ class SaveJob:
         cls,
         path: Path,
         *,
-        engine: str | Engine,
-        block_nbytes: int | None,
-        queue_depth: int | None,
-        checksum: bool,
-        durable: bool,
-        layout: str,
-        recycle: Path | None,
-        progress: bool | Progress,
+        engine: str | Engine = "auto",
+        block_nbytes: int | None = None,
+        queue_depth: int | None = None,
+        checksum: bool = True,
+        durable: bool = True,
+        layout: str = "auto",
+        recycle: Path | None = None,
+        must_recycle: bool = True,
+        progress: bool | Progress = False,
     ) -> SaveJob:
-        """Raises what resolve_target and the options raise; nothing has been touched then."""
+        """With must_recycle False a file that cannot be recycled is left alone, and a fresh one written.
+
+        Raises what resolve_target and the options raise; nothing has been touched then.
+        """
         if layout not in LAYOUTS:
             raise ValueError(f"unknown layout {layout!r}: use one of {', '.join(map(repr, LAYOUTS))}")
         return cls(
             resolve_target(path), _prefix(path), engine, resolve_block_nbytes(block_nbytes, engine, path),
             resolve_queue_depth(queue_depth, engine, path), checksum, durable, layout,
-            None if recycle is None else os.fsdecode(recycle), progress,
+            None if recycle is None else os.fsdecode(recycle), must_recycle, progress,
         )  # fmt: skip
 
     def run(self, flat: FlatObject, *, started: float | None = None, watcher: Watcher = NOBODY) -> SaveReport:
@@ -95,14 +103,24 @@ class SaveJob:
     def _destination(self, engine: Engine) -> Iterator[tuple[File, Publication | None]]:
         """The file to write to, and what publishes it: nothing, where the engine keeps nothing."""
         if engine.capabilities.persistent:
-            with Publication(engine, self.target, durable=self.durable, recycle=self.recycle) as publication:
+            with contextlib.ExitStack() as stack:
+                publication = self._begin_publication(engine, stack)
                 yield publication.file, publication
-        elif self.recycle is not None:
+        elif self.recycle is not None and self.must_recycle:
             reason, remedy = f"engine {engine.name!r} keeps no files", "take an engine that writes to a disk"
             raise RecycleRefusedError(self.recycle, reason, remedy)
         else:
             with engine.open(self.target, "w") as file:
                 yield file, None
+
+    def _begin_publication(self, engine: Engine, stack: contextlib.ExitStack) -> Publication:
+        try:
+            return stack.enter_context(Publication(engine, self.target, durable=self.durable, recycle=self.recycle))
+        except RecycleRefusedError as error:
+            if self.must_recycle:
+                raise
+            log.info("%s; a fresh file is written", error)
+        return stack.enter_context(Publication(engine, self.target, durable=self.durable))
 
     def _write(
         self, flat: FlatObject, engine: Engine, file: File, queue_depth: int, watcher: Watcher
