@@ -103,6 +103,8 @@ def begin_save(
         raise TypeError("async_save takes the name of an engine: an open one belongs to the thread that first used it")
     if snapshot and guard is not None:
         raise ValueError("guard is for snapshot=False: with snapshot=True every tensor may be changed at once")
+    if _worker.is_this_thread():
+        raise RuntimeError("async_save cannot be called from the saving thread (a callback): it would wait for itself")
     if max_pending < 1:
         raise ValueError(f"max_pending must be at least 1, not {max_pending}")
     if max_staging_nbytes is not None and max_staging_nbytes < 0:
@@ -355,6 +357,10 @@ class _Worker:
             self._queue.remove(pending)
         self._leave()
         return True
+
+    def is_this_thread(self) -> bool:
+        """True in the saving thread."""
+        return self._thread is threading.current_thread()
 
     def carry_out_all(self) -> None:
         """All saves in the queue, in the calling thread."""
