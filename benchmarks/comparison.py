@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from measuring import GB, Cost, Spread, paired_ratios
+from measuring import GB, Series, Spread, paired_ratios
 from rich.console import Console
 from rich.table import Column, Table
 from room import GIB
@@ -25,28 +25,17 @@ class LeftOut:
         return f"{self.tag} left out: {self.reason}"
 
 
-@dataclass(slots=True)
-class Result:
+@dataclass(slots=True, kw_only=True)
+class Result(Series):
     """What the rounds of one test gave.
 
     ``state``: what a save has made durable, or where a load reads from. ``equal``: it did what the baseline did, so that
     the two may be compared. ``verified``: yes, or why not.
     """
 
-    tag: str
     state: str
     equal: bool = True
-    costs: list[Cost] = field(default_factory=list)
     verified: str = "no"
-
-    @property
-    def seconds(self) -> list[float]:
-        """Round by round."""
-        return [cost.seconds for cost in self.costs]
-
-    def rates(self, nbytes: int) -> list[float]:
-        """Bytes per second, round by round."""
-        return [nbytes / seconds for seconds in self.seconds]
 
 
 @dataclass(slots=True)

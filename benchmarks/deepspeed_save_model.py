@@ -128,7 +128,7 @@ def run(recipe: Recipe, device: str, folder: Path, options: Options, outputs: Ou
             state_title="fsync",
             nbytes=nbytes,
             baseline_tag=BASELINE,
-            results=[Result(writer.tag, writer.synced, equal=writer.synced != NOTHING) for writer in writers],
+            results=[Result(writer.tag, state=writer.synced, equal=writer.synced != NOTHING) for writer in writers],
             left_out=list(unusable_engines(options.engines)),
         )
         for left_out in comparison.left_out:

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import json
 import shutil
+import statistics
 import subprocess
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from room import remove_and_settle
+
 QUEUE_DEPTH = 8
+BLOCKS_NBYTES = (4 << 20, 8 << 20, 16 << 20)
 _ENGINES = ("io_uring", "psync")
 _TIMEOUT_SECONDS = 300
 
@@ -41,6 +46,39 @@ def write_rate(path: Path, nbytes: int, block_nbytes: int, engine: str) -> float
 def overwrite_rate(path: Path, nbytes: int, block_nbytes: int, engine: str) -> float:
     """The same, over the first ``nbytes`` of the existing file ``path``, which are allocated. The file stays."""
     return _rate(path, "write", block_nbytes, engine, size=nbytes, end_fsync=1, refill_buffers=1)
+
+
+@dataclass(slots=True)
+class Ceiling:
+    """fio's bytes per second, per block size and round: of a fresh file, or of overwriting the file ``allocated``."""
+
+    engine: str
+    nbytes: int
+    allocated: Path | None = None
+    rates: dict[int, list[float]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        # A file shorter than a block is written in one.
+        self.rates = {size: [] for size in BLOCKS_NBYTES if size <= self.nbytes} or {self.nbytes: []}
+
+    def run(self, path: Path) -> None:
+        """One round. ``path`` is where a fresh file may be."""
+        for block_nbytes, rates in self.rates.items():
+            remove_and_settle(path)
+            if self.allocated is None:
+                rates.append(write_rate(path, self.nbytes, block_nbytes, self.engine))
+            else:
+                rates.append(overwrite_rate(self.allocated, self.nbytes, block_nbytes, self.engine))
+
+    @property
+    def best_block_nbytes(self) -> int:
+        """The block size with the best median. The best of each round would count chance as speed."""
+        return max(self.rates, key=lambda size: statistics.median(self.rates[size]))
+
+    @property
+    def best_rates(self) -> list[float]:
+        """Those of the best block size, round by round."""
+        return self.rates[self.best_block_nbytes]
 
 
 def read_rate(path: Path, block_nbytes: int, engine: str) -> float:

@@ -174,7 +174,7 @@ def _compare(scratch: Path, expected: Expected, options: Options, fio_engine: st
 
 
 def _result(loader: Loader, state: str) -> Result:
-    return Result(_test_name(loader), state if loader.reads else f"{state}, mapped", equal=loader.reads)
+    return Result(_test_name(loader), state=state if loader.reads else f"{state}, mapped", equal=loader.reads)
 
 
 def _left_out(scratch: Path, options: Options) -> list[LeftOut]:

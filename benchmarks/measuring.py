@@ -9,7 +9,7 @@ import resource
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
@@ -25,6 +25,28 @@ class Cost:
 
     seconds: float
     cpu_seconds: float
+
+
+@dataclass(slots=True)
+class Series:
+    """The rounds of one way to do the work."""
+
+    tag: str
+    costs: list[Cost] = field(default_factory=list)
+
+    @property
+    def seconds(self) -> list[float]:
+        """Round by round."""
+        return [cost.seconds for cost in self.costs]
+
+    @property
+    def cpu_seconds(self) -> list[float]:
+        """Round by round."""
+        return [cost.cpu_seconds for cost in self.costs]
+
+    def rates(self, nbytes: int) -> list[float]:
+        """Bytes per second, round by round."""
+        return [nbytes / seconds for seconds in self.seconds]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +87,12 @@ def paired_ratios(numerators: Sequence[float], denominators: Sequence[float]) ->
     return Spread.of([above / below for above, below in zip(numerators, denominators, strict=True)])
 
 
+def processor() -> str:
+    """The model of the processor, as /proc/cpuinfo names it; the architecture where it does not."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
 def filesystem_type(folder: Path) -> str:
     """Type of the filesystem that ``folder`` lies on, "unknown" if the mount table does not say."""
     resolved = folder.resolve()
@@ -82,14 +110,15 @@ class Machine:
     filesystem: str
     torch: str
     cores: int
+    processor: str
 
     @classmethod
     def here(cls, folder: Path) -> Self:
         """This machine and the filesystem of ``folder``."""
-        return cls(platform.release(), filesystem_type(folder), torch.__version__, len(os.sched_getaffinity(0)))
+        return cls(platform.release(), filesystem_type(folder), torch.__version__, len(os.sched_getaffinity(0)), processor())
 
     def __str__(self) -> str:
-        return f"machine: Linux {self.kernel}, {self.filesystem}, torch {self.torch}, {self.cores} cores"
+        return f"machine: Linux {self.kernel}, {self.filesystem}, torch {self.torch}, {self.cores} cores ({self.processor})"
 
 
 def machine_line(folder: Path) -> str:

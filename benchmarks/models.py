@@ -54,12 +54,17 @@ _AUTO_ORDER = (ModelName.GPT2_LARGE, ModelName.TINY_T5)
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How to build the checkpoint of a model. ``optimizer``: with AdamW's state after one step, ``fused`` or not."""
+    """How to build the checkpoint of a model.
+
+    ``optimizer``: with AdamW's state after one step, ``fused`` or not. ``width``: of gpt2-large only, a multiple of its
+    20 heads, to have it smaller.
+    """
 
     model: ModelName
     half: bool = False
     optimizer: bool = False
     fused: bool = False
+    width: int | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -81,8 +86,8 @@ def _tiny_t5() -> PreTrainedModel:
     return T5ForConditionalGeneration(config)
 
 
-def _gpt2_large() -> PreTrainedModel:
-    return GPT2LMHeadModel(GPT2Config(n_embd=1280, n_layer=36, n_head=20))
+def _gpt2_large(width: int = 1280) -> PreTrainedModel:
+    return GPT2LMHeadModel(GPT2Config(n_embd=width, n_layer=36, n_head=20))
 
 
 def _phi3() -> PreTrainedModel:
@@ -136,6 +141,10 @@ _BUILDERS: dict[ModelName, Callable[[], Model]] = {
 }
 
 
+def _build(recipe: Recipe) -> Model:
+    return _BUILDERS[recipe.model]() if recipe.width is None else _gpt2_large(recipe.width)
+
+
 def choose_model(folder: Path, *, half: bool, optimizer: bool) -> tuple[ModelName, str]:
     """What "auto" stands for here, and why: the largest of its candidates that memory and the disk of ``folder`` hold."""
     refusals: list[str] = []
@@ -151,7 +160,7 @@ def choose_model(folder: Path, *, half: bool, optimizer: bool) -> tuple[ModelNam
 def needs(recipe: Recipe) -> Needs:
     """Counted on a model without memory. An optimizer adds two moments to the file and, while it steps, the gradients."""
     with torch.device("meta"):
-        model = _BUILDERS[recipe.model]()
+        model = _build(recipe)
     weights_nbytes = sum(weight.numel() for weight in model.parameters()) * recipe.dtype.itemsize
     return Needs(
         file_nbytes=weights_nbytes * (3 if recipe.optimizer else 1),
@@ -180,7 +189,7 @@ def build_model(recipe: Recipe, device: str) -> Model:
     torch.set_default_dtype(recipe.dtype)
     try:
         with torch.device(device):
-            return _BUILDERS[recipe.model]()
+            return _build(recipe)
     finally:
         torch.set_default_dtype(previous)
 
@@ -205,4 +214,5 @@ def tiny_loss(model: Model) -> torch.Tensor:
 def describe(recipe: Recipe, payload: int) -> str:
     """One line for the reader of the figures."""
     state = f", AdamW state{' (fused)' if recipe.fused else ''} after one step" if recipe.optimizer else ""
-    return f"model: {recipe.model}, {recipe.dtype}{state}, {payload / GIB:.2f} GiB"
+    width = f", width {recipe.width}" if recipe.width else ""
+    return f"model: {recipe.model}{width}, {recipe.dtype}{state}, {payload / GIB:.2f} GiB"

@@ -9,6 +9,7 @@ test_ds_aio_fast_save      DeepSpeed's FastFileWriter, which needs no GPU
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import warnings
 from collections.abc import Iterator, Mapping
@@ -35,7 +36,7 @@ def peer_savers() -> Iterator[Saver | LeftOut]:
         yield Saver("test_safetensors_save", safetensors_save, verify=_verify_safetensors)
     else:
         yield LeftOut("test_safetensors_save", SAFETENSORS_MISSING)
-    yield _deepspeed_saver()
+    yield deepspeed_saver()
 
 
 def _torch_save_tuned(obj: object, path: Path) -> None:
@@ -114,7 +115,9 @@ def _verify_safetensors(path: Path, expected: object) -> None:
             compare(file.get_tensor(name), tensor.cpu(), name)
 
 
-def _deepspeed_saver() -> Saver | LeftOut:
+@functools.cache
+def deepspeed_saver() -> Saver | LeftOut:
+    """DeepSpeed's, or why it cannot run. Its library is built once, and its buffer is taken once."""
     tag = "test_ds_aio_fast_save"
     if importlib.util.find_spec("deepspeed") is None:
         return LeftOut(tag, "deepspeed is not installed: pip install deepspeed (and libaio-dev, a C++ compiler, ninja)")

@@ -63,11 +63,12 @@ def loaders(
     device: str | None = None,
     block_nbytes: int | None = None,
     queue_depth: int | None = None,
+    variants: bool = True,
 ) -> Iterator[Loader]:
     """torch.load first, to which the others are compared; then those that can run here.
 
     ``device``: where the tensors are to be; None leaves them where they were saved. ``block_nbytes`` and ``queue_depth``
-    are fastpersist's.
+    are fastpersist's. ``variants``: those with verify=True and from torch's file as well.
     """
 
     def ours(engine: str, *, verify: bool = False) -> Callable[[Path], object]:
@@ -83,10 +84,11 @@ def loaders(
 
     yield Loader(TORCH, TORCHS, lambda path: torch.load(path, weights_only=weights_only, map_location=device))
     for engine in engines:
-        if available()[engine].usable:
+        if engine == "auto" or available()[engine].usable:
             yield Loader(f"fastpersist, {engine}", OURS, ours(engine))
-    yield Loader("fastpersist, verify=True", OURS, ours("auto", verify=True))
-    yield Loader("fastpersist, torch's file", TORCHS, ours("auto"))
+    if variants:
+        yield Loader("fastpersist, verify=True", OURS, ours("auto", verify=True))
+        yield Loader("fastpersist, torch's file", TORCHS, ours("auto"))
     if (folder / SAFETENSORS).exists():
         from safetensors.torch import load_file
 

@@ -12,7 +12,7 @@ from comparison import Comparison, LeftOut, Result, print_table, result_line, sp
 from measuring import Machine
 from outputs import Outputs
 from peers import peer_savers
-from room import SPARE_MEMORY_NBYTES, available_memory_nbytes, remove_and_settle, scratch_folder
+from room import remove_and_settle, scratch_folder
 from saving import (
     BASELINE,
     DEFAULT_ENGINES,
@@ -24,6 +24,7 @@ from saving import (
     torch_save,
     torch_save_fsync,
     unusable_engines,
+    verify_saved,
     warm_up,
 )
 from verifying import payload_nbytes
@@ -62,7 +63,7 @@ def run(obj: object, workload: str, folder: Path, options: Options, outputs: Out
             state_title="fsync",
             nbytes=nbytes,
             baseline_tag=BASELINE,
-            results=[Result(saver.tag, saver.synced, equal=saver.durable) for saver in savers],
+            results=[Result(saver.tag, state=saver.synced, equal=saver.durable) for saver in savers],
             left_out=[candidate for candidate in candidates if isinstance(candidate, LeftOut)],
         )
         for left_out in comparison.left_out:
@@ -107,13 +108,5 @@ def _run_once(saver: Saver, result: Result, obj: object, nbytes: int, path: Path
     if not saver.writes:
         return
     if verify:
-        result.verified = _verify(saver, obj, nbytes, path)
+        result.verified = verify_saved(saver, obj, nbytes, path)
     remove_and_settle(path)
-
-
-def _verify(saver: Saver, obj: object, nbytes: int, path: Path) -> str:
-    """ "yes", or that memory does not hold what the comparison takes. Raises DifferenceError."""
-    if saver.copies * nbytes + SPARE_MEMORY_NBYTES > available_memory_nbytes():
-        return "no (memory)"
-    saver.verify(path, obj)
-    return "yes"

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from comparison import LeftOut
 from measuring import Cost, measure
-from room import ready_page_cache, remove_and_settle
+from room import SPARE_MEMORY_NBYTES, available_memory_nbytes, ready_page_cache, remove_and_settle
 from verifying import verify_file
 
 import fastpersist
@@ -54,8 +54,16 @@ def torch_save_fsync(obj: object, path: Path) -> None:
     sync_file(path)
 
 
+def torch_save_published(obj: object, path: Path) -> None:
+    """torch.save under another name, synced, renamed, the folder synced: as safe as fastpersist.save."""
+    temporary = path.with_suffix(".temporary")
+    torch_save_fsync(obj, temporary)
+    temporary.rename(path)
+    sync_file(path.parent)
+
+
 def sync_file(path: Path) -> None:
-    """The file's data on stable storage."""
+    """The file's data, or the folder's names, on stable storage."""
     fileno = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fileno)
@@ -113,3 +121,11 @@ def measure_save(saver: Saver, obj: object, path: Path, nbytes: int) -> Cost:
     remove_and_settle(path)
     ready_page_cache(path, nbytes)  # for every saver alike, though only a buffered one gains by it
     return measure(lambda: saver.save(obj, path))
+
+
+def verify_saved(saver: Saver, obj: object, nbytes: int, path: Path) -> str:
+    """ "yes", or that memory does not hold what the comparison takes. Raises DifferenceError."""
+    if saver.copies * nbytes + SPARE_MEMORY_NBYTES > available_memory_nbytes():
+        return "no (memory)"
+    saver.verify(path, obj)
+    return "yes"

@@ -27,14 +27,18 @@ OPTIONS = {
     "torch_save_model.py": f"{COMMON} --checksum {MODEL} --peers --no-peers",
     "deepspeed_save_model.py": f"{COMMON} --checksum {MODEL} --zero_stage",
     "load_model.py": f"{COMMON} {MODEL} --peers --no-peers --weights-only",
-    "save_against_ceiling.py": "--folder --rounds --mb_size --small_tensors",
+    "limits.py": "--folder --row --rounds --scale",
     "load_against_ceiling.py": "--folder --rounds --mb_size --small_tensors",
 }
+# Not here: ram-disk, which mounts, and memory, which starts processes.
+LIMITS = ["fresh", "recycled", "null", "small-4k", "small-64", "tiny", "load", "small-load-4k", "small-load-64", "model"]
 RUNS = {
     "tensor": "torch_save_tensor.py --mb_size 8 --repeat 2 --engine posix --engine null --json tensor.json",
     "model": "torch_save_model.py --model tiny-t5 --repeat 1 --no-peers --no-statistics --half --optimizer --engine posix",
     "load": "load_model.py --model tiny-t5 --repeat 1 --engine posix --json load.json",
     "deepspeed": "deepspeed_save_model.py --model tiny-t5",
+    "limits": f"limits.py --rounds 1 --scale 0.001 --row {' --row '.join(LIMITS)}",
+    "unknown_row": "limits.py --row nonesuch",
     "lost_json": "torch_save_tensor.py --mb_size 8 --json nonesuch/x.json",
     "no_matplotlib": "torch_save_tensor.py --mb_size 8 --plot x.png",
     "unknown_engine": "torch_save_tensor.py --mb_size 8 --engine nonesuch",
@@ -45,7 +49,7 @@ LINE = re.compile(r"^(\S.*) -- +\d+\.\d\d GB, +\d+\.\d\d secs, +\d+\.\d\d GB/s$"
 
 # Runs each line of its input as a script, and prints a JSON object per line: exit status and all that was printed.
 DRIVER = """
-import contextlib, io, json, os, runpy, sys
+import contextlib, gc, io, json, os, runpy, sys
 benchmarks = sys.argv[1]
 sys.path.insert(0, benchmarks)
 sys.modules["deepspeed"] = None
@@ -55,6 +59,7 @@ for line in sys.stdin:
         sys.modules["matplotlib"] = None
     sys.argv = [name, *arguments]
     output, status = io.StringIO(), 0
+    gc.freeze()  # or each measurement would first look through all that the scripts before have imported
     with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
         try:
             runpy.run_path(os.path.join(benchmarks, name), run_name="__main__")
@@ -201,6 +206,19 @@ def test_a_model_is_loaded_cold_and_warm(outcomes: dict[str, tuple[int, str]], f
     assert {test["page_cache"] for test in tests} <= {"cold", "warm", "cold, mapped", "warm, mapped"}
 
 
+def test_every_limit_has_a_table_that_says_where_and_how_it_was_measured(outcomes: dict[str, tuple[int, str]]) -> None:
+    status, output = outcomes["limits"]
+    assert status == 0, output
+    if "recycled left out: " in output:  # a filesystem without write leases
+        output = output.replace("recycled left out: ", "**recycled: ")
+    titles = re.findall(r"^\*\*([\w-]+): ", output, re.MULTILINE)
+    assert list(dict.fromkeys(titles)) == LIMITS
+    assert re.search(r"^\*\*fresh: .*; 1 paired rounds, GB = 1e9 bytes\*\*\n\nmachine: Linux ", output, re.MULTILINE)
+    assert "DeepSpeed" not in re.sub(r"test_ds_aio_fast_save left out: .*", "", output)
+    verified = re.findall(r"^\| fastpersist, posix \| .* \| (\S+) \|$", output[: output.index("**load: ")], re.MULTILINE)
+    assert set(verified[:2]) == {"yes"}
+
+
 def test_without_deepspeed_its_script_says_what_to_install(outcomes: dict[str, tuple[int, str]]) -> None:
     status, output = outcomes["deepspeed"]
     assert status == 1
@@ -214,6 +232,7 @@ def test_without_deepspeed_its_script_says_what_to_install(outcomes: dict[str, t
         ("no_matplotlib", r"pip install\s+'fastpersist\[plot\]'"),
         ("unknown_engine", "'nonesuch' is not one of"),
         ("fused_alone", "add --optimizer"),
+        ("unknown_row", "'nonesuch' is not one of fresh, recycled"),
     ],
 )
 def test_mistakes_are_told_before_anything_is_done(outcomes: dict[str, tuple[int, str]], run: str, message: str) -> None:
