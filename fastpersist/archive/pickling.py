@@ -21,6 +21,8 @@ import torch
 PICKLE_PROTOCOLS = (2, 3)
 """What torch.load(weights_only=True) accepts."""
 
+_MANY_OBJECTS = 10_000
+
 PersistentId = tuple[str, type, str, str, int]
 
 
@@ -68,7 +70,8 @@ def garbage_collector_paused() -> Iterator[None]:
         yield
     finally:
         if enabled:
-            if gc.get_freeze_count() == 0:  # nobody else's frozen objects would be thawed
+            # Of few new objects nothing need be spared, and the count of frozen ones, which is not kept, takes its time.
+            if gc.get_count()[0] > _MANY_OBJECTS and gc.get_freeze_count() == 0:  # nobody else's frozen objects would be thawed
                 gc.freeze()  # together they move what was made into the oldest generation: it is looked through once,
                 gc.unfreeze()  # in the next full collection, and not right now
             gc.enable()
