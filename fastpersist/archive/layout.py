@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -45,11 +45,12 @@ class ArchivePlan:
     metadata: dict[int, bytes | None]
     directory_offset: int
     directory_nbytes: int
+    comment_nbytes: int = 0
 
     @property
     def file_nbytes(self) -> int:
         """Length of the finished file."""
-        return self.directory_offset + self.directory_nbytes + zipformat.END_NBYTES
+        return self.directory_offset + self.directory_nbytes + zipformat.END_NBYTES + self.comment_nbytes
 
     @property
     def records(self) -> int:
@@ -74,10 +75,13 @@ def plan(prefix: str, pickle_bytes: bytes, storage_nbytes: Int64Array, residues:
 
     storage_nbytes, residues: one number per storage; a residue (0..4095, a multiple of 64) is the remainder modulo 4096
     that the offset of a large storage shall leave. Layout "torch" takes torch's own order and places everything at
-    multiples of 4096, as torch.save does under ``storage_alignment = 4096``; it ignores the residues.
+    multiples of 4096, as torch.save does under ``storage_alignment = 4096``; it ignores the residues. Layout "auto" rounds
+    the file's length up to whole pages by a comment: to cut the last block afterwards, a filesystem reads it again.
     """
-    order = _torch_order if layout == "torch" else _auto_order
-    return _place(order(prefix.encode(), pickle_bytes, storage_nbytes, residues))
+    if layout == "torch":
+        return _place(_torch_order(prefix.encode(), pickle_bytes, storage_nbytes, residues))
+    archive = _place(_auto_order(prefix.encode(), pickle_bytes, storage_nbytes, residues))
+    return replace(archive, comment_nbytes=-archive.file_nbytes % PAGE_NBYTES)
 
 
 def storage_order(storage_nbytes: Int64Array, layout: str) -> Int64Array:

@@ -121,8 +121,11 @@ def central_header_nbytes(name_nbytes: int, nbytes: int, header_offset: int) -> 
     return _CENTRAL.size + name_nbytes + zip64_extra_nbytes(nbytes, header_offset)
 
 
-def end_of_archive(records: int, directory_nbytes: int, directory_offset: int) -> bytes:
-    """zip64 end record, its locator, and the classic end record; all three always, as torch writes them."""
+def end_of_archive(records: int, directory_nbytes: int, directory_offset: int, comment_nbytes: int = 0) -> bytes:
+    """zip64 end record, its locator, and the classic end record; all three always, as torch writes them.
+
+    A comment of so many spaces follows, at most 65535: it rounds the file's length up, and every reader passes over it.
+    """
     end_64_offset = directory_offset + directory_nbytes
     few = min(records, 0xFFFF)
     return (
@@ -131,7 +134,10 @@ def end_of_archive(records: int, directory_nbytes: int, directory_offset: int) -
             records, records, directory_nbytes, directory_offset,
         )
         + _LOCATOR_64.pack(_LOCATOR_64_SIGNATURE, 0, end_64_offset, 1)
-        + _END.pack(_END_SIGNATURE, 0, 0, few, few, min(directory_nbytes, LIMIT_32), min(directory_offset, LIMIT_32), 0)
+        + _END.pack(
+            _END_SIGNATURE, 0, 0, few, few, min(directory_nbytes, LIMIT_32), min(directory_offset, LIMIT_32), comment_nbytes
+        )
+        + b" " * comment_nbytes
     )  # fmt: skip
 
 

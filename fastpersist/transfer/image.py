@@ -151,7 +151,7 @@ class ArchiveImage:
     def _directory_and_end(self) -> bytes:
         if self._directory is None:
             plan = self._plan
-            end = zipformat.end_of_archive(plan.records, plan.directory_nbytes, plan.directory_offset)
+            end = zipformat.end_of_archive(plan.records, plan.directory_nbytes, plan.directory_offset, plan.comment_nbytes)
             self._directory = b"".join([*self._directory_entries(), end])
         return self._directory
 

@@ -355,8 +355,9 @@ def test_a_good_load_leaves_nothing(scene: Scene, name: str) -> None:
 
 @pytest.mark.parametrize("damage", ["header", "tail", "pickle", "data"])
 def test_a_refused_file_leaves_nothing(scene: Scene, damage: str) -> None:
-    position = {"header": 1, "tail": -30, "pickle": 80, "data": len(scene.path.read_bytes()) // 2}[damage]
     changed = bytearray(scene.path.read_bytes())
+    locator = changed.rindex(b"PK\6\7")
+    position = {"header": 1, "tail": locator + 8, "pickle": 80, "data": len(changed) // 2}[damage]
     changed[position] ^= 0xFF
     scene.path.write_bytes(changed)
     with scene.unharmed():

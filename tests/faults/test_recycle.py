@@ -113,7 +113,7 @@ def test_a_later_failure_loses_the_retired_file_alone(
         if call in ("rename", "fchmod"):
             patch.setattr(os, call, fails_the(2 if call == "rename" else 1, getattr(os, call), code))
         with pytest.raises(TransferError) as caught:
-            fastpersist.save(content(2), scene.path, engine=engine, recycle=retired)
+            fastpersist.save(content(2), scene.path, engine=engine, recycle=retired, layout="torch")  # which has to be cut
     assert (caught.value.errno, caught.value.path) == (code, str(scene.path))
     assert_lost(scene, caught.value, retired, caplog.text)
     assert os.listdir("/proc/self/fd") == descriptors

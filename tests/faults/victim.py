@@ -164,7 +164,7 @@ def _save_until(path: Path, engine: str, named: bool, step: str, after: bool, ge
             if step == "progress" and (done_nbytes == total_nbytes if after else next(calls) == 3):
                 kill_myself()
 
-        fastpersist.save(content(generation), path, engine=opened, progress=progress)
+        fastpersist.save(content(generation), path, engine=opened, progress=progress, layout="torch")  # which takes all steps
 
 
 def _deadly(real: Callable[..., Any], after: bool, skipped: int = 0) -> Callable[..., Any]:
@@ -221,7 +221,8 @@ def _recycle_until(path: Path, retired: Path, engine: str, step: str, after: boo
             if step == "progress" and (done_nbytes == total_nbytes if after else next(calls) == 3):
                 kill_myself()
 
-        fastpersist.save(content(generation), path, engine=opened, progress=progress, recycle=retired)
+        options = {"engine": opened, "progress": progress, "recycle": retired, "layout": "torch"}  # which takes all steps
+        fastpersist.save(content(generation), path, **options)
 
 
 def opened_while_recycling(path: Path) -> dict[str, Any]:

@@ -85,7 +85,8 @@ def encoded_plainly(sample: Sample, identity: bytes, *, checksum: bool = True) -
         content += zipformat.local_header(name, len(data), header, int(archive.data_offsets[record])) + data
         content += zipformat.descriptor(summed, len(data), header)
         directory += zipformat.central_header(name, summed, len(data), header)
-    return bytes(content + directory + zipformat.end_of_archive(len(archive.names), len(directory), len(content)))
+    end = zipformat.end_of_archive(len(archive.names), len(directory), len(content), archive.comment_nbytes)
+    return bytes(content + directory + end)
 
 
 def identity_in(sample: Sample, content: bytes) -> bytes:
