@@ -1,0 +1,166 @@
+"""How much a background save holds up Python code of other threads: a counting loop beside it, and beside plain memcpy.
+
+python benchmarks/gil_interference.py --folder /mnt/nvme0
+
+Two threads that share a machine slow each other even if one holds no lock of the interpreter: caches, memory and, between
+cores that are not all there, time. So the loop runs beside a thread of C's memcpy as well, which is given as many CPU seconds
+per second as the saves of the same round took. What the saves slow the loop beyond that is the interpreter's lock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+import script_options
+import typer
+from measuring import GB, Spread, machine_line, process_cpu_seconds
+from room import require_room, scratch_folder
+from tables import Cells, print_table
+from workloads import MIB, random_tensors
+
+import fastpersist
+
+# After each copy the thread waits for the interpreter's lock (5 ms): the copy must last longer than that.
+_COPY_NBYTES = 64 * MIB
+_TENSORS = 16
+_COUNTS = 1000  # between two looks at the clock
+_SMALLEST_SHARE = 0.001
+
+Beside = Callable[[threading.Event], int]
+"""Runs in a thread until the event is set; returns the bytes that it has moved."""
+
+
+@dataclass(slots=True)
+class Neighbour:
+    """What ran beside the loop, round by round: counts per second, CPU seconds per second of all other threads, bytes too."""
+
+    name: str
+    counts: list[float] = field(default_factory=list)
+    cpu_shares: list[float] = field(default_factory=list)
+    rates: list[float] = field(default_factory=list)
+
+    def slowdowns(self, alone: Neighbour) -> list[float]:
+        """Per cent of the counts that the loop lost, round by round."""
+        return [100 * (1 - mine / other) for mine, other in zip(self.counts, alone.counts, strict=True)]
+
+    def cells(self, alone: Neighbour) -> Cells:
+        """Its line of the table."""
+        cells = {"beside": self.name, "million counts/s": f"{statistics.median(self.counts) / 1e6:.1f}"}
+        if self is not alone:
+            cells["slower by % (range)"] = str(Spread.of(self.slowdowns(alone)))
+            cells["CPU s per s"] = f"{statistics.median(self.cpu_shares):.3f}"
+            cells["GB/s"] = f"{statistics.median(self.rates) / GB:.2f}"
+        return cells
+
+    def run(self, beside: Beside | None, seconds: float) -> None:
+        """One round."""
+        started, cpu_before, own_before = time.perf_counter(), process_cpu_seconds(), time.thread_time()
+        with _running(beside) as moved:
+            self.counts.append(count_for(seconds))
+        own = time.thread_time() - own_before
+        elapsed = time.perf_counter() - started
+        self.cpu_shares.append(max(0.0, process_cpu_seconds() - cpu_before - own) / elapsed)
+        self.rates.append(sum(moved) / elapsed)
+
+
+@contextlib.contextmanager
+def _running(beside: Beside | None) -> Iterator[list[int]]:
+    """The bytes that it has moved are in the list at the end."""
+    moved: list[int] = []
+    if beside is None:
+        yield moved
+        return
+    stop = threading.Event()
+    thread = threading.Thread(target=lambda: moved.append(beside(stop)))
+    thread.start()
+    try:
+        yield moved
+    finally:
+        stop.set()
+        thread.join()
+
+
+def count_for(seconds: float) -> float:
+    """Count in pure Python; returns counts per second."""
+    started = time.perf_counter()
+    counted = 0
+    while time.perf_counter() - started < seconds:
+        for _ in range(_COUNTS):
+            counted += 1
+    return counted / (time.perf_counter() - started)
+
+
+class Copier:
+    """memcpy from one buffer to another."""
+
+    def __init__(self) -> None:
+        self._source, self._target = (ctypes.create_string_buffer(_COPY_NBYTES) for _ in range(2))
+        ctypes.memset(self._source, 1, _COPY_NBYTES)  # pages that nobody has written to are all the same one
+
+    def taking(self, cpu_share: float) -> Beside:
+        """For ``cpu_share`` CPU seconds per second."""
+
+        def run(stop: threading.Event) -> int:
+            moved = 0
+            started, cpu_started = time.perf_counter(), time.thread_time()
+            while not stop.is_set():
+                ctypes.memmove(self._target, self._source, _COPY_NBYTES)
+                moved += _COPY_NBYTES
+                due = started + (time.thread_time() - cpu_started) / max(cpu_share, _SMALLEST_SHARE)
+                stop.wait(max(0.0, due - time.perf_counter()))
+            return moved
+
+        return run
+
+
+def saving(path: Path, nbytes: int, *, snapshot: bool) -> Beside:
+    """async_save, one after another."""
+    tensors = random_tensors(_TENSORS, nbytes // _TENSORS)
+
+    def run(stop: threading.Event) -> int:
+        moved = 0
+        while not stop.is_set():
+            moved += fastpersist.async_save(tensors, path, snapshot=snapshot).result().nbytes
+        return moved
+
+    return run
+
+
+def main(
+    folder: script_options.Folder,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds; in each, the loop runs once beside everything.")] = 7,
+    seconds: Annotated[float, typer.Option(min=0.01, help="How long the loop runs each time.")] = 5.0,
+    mb_size: Annotated[int, typer.Option("--mb_size", "--mb-size", min=1, help="MiB of a checkpoint.")] = 1024,
+    snapshot: Annotated[bool, typer.Option(help="Make copies before each save.")] = False,
+) -> None:
+    """Print how much a counting loop slows beside background saves, and beside memcpy with as much CPU time."""
+    with script_options.plain_errors(), scratch_folder(folder) as scratch:
+        nbytes = mb_size * MIB
+        require_room(scratch, file_nbytes=2 * nbytes, memory_nbytes=(2 if snapshot else 1) * nbytes + 2 * _COPY_NBYTES)
+        save = saving(scratch / "checkpoint.pt", nbytes, snapshot=snapshot)
+        copier = Copier()
+        alone, saves = Neighbour("nothing"), Neighbour(f"async_save, snapshot={snapshot}")
+        copies = Neighbour("memcpy, as many CPU seconds")
+        for beside in (save, copier.taking(1.0)):
+            Neighbour("warming up").run(beside, 0)
+        for _ in range(rounds):
+            alone.run(None, seconds)
+            saves.run(save, seconds)
+            copies.run(copier.taking(saves.cpu_shares[-1]), seconds)
+        print(f"**counting in Python beside saves of {nbytes / GB:.3f} GB; {rounds} paired rounds of {seconds:g} s each**")
+        print(f"\n{machine_line(scratch)}")
+        print_table([neighbour.cells(alone) for neighbour in (alone, copies, saves)])
+        pairs = zip(saves.slowdowns(alone), copies.slowdowns(alone), strict=True)
+        print(f"saves slow the loop by {Spread.of([mine - other for mine, other in pairs])} % more than memcpy does")
+
+
+if __name__ == "__main__":
+    typer.run(main)
