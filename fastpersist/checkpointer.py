@@ -16,14 +16,13 @@ import logging
 import os
 import re
 import threading
-from functools import partial
+from collections.abc import Iterator
 from types import TracebackType
 from typing import Any, ClassVar, Self
 
 from fastpersist.background import PendingSave, async_save, begin_save
 from fastpersist.checkpoint import load
 from fastpersist.errors import CheckpointerBusyError
-from fastpersist.transfer.temporary import new_name, try_lock
 
 log = logging.getLogger("fastpersist")
 
@@ -35,9 +34,10 @@ class Checkpointer:
     """Saves and finds the checkpoints ``PREFIX-STEP.pt`` of one directory, and keeps as many as it is told.
 
     keep_last: how many of the highest steps to keep; None keeps all. keep_every: steps that are multiples of it are kept for
-    good. A checkpoint is removed only when a newer one is on stable storage. recycle: the blocks of one that is to be removed
-    are written over by the next save, which is faster than having fresh ones allocated; between saves it lies there under a
-    hidden name. save_options: those of ``async_save`` for all saves, ``snapshot`` and ``guard`` among them.
+    good. A checkpoint is removed only when a newer one is on stable storage (with durable=False: when it is published).
+    recycle: the blocks of one that is to be removed are written over by the next save, which is faster than having fresh
+    ones allocated; between saves it lies there under a hidden name. save_options: those of ``async_save`` for all saves,
+    ``snapshot`` and ``guard`` among them.
 
     One process at a time may save to a directory under one prefix; any number may read.
     """
@@ -56,8 +56,8 @@ class Checkpointer:
         that cannot be made.
         """
         for name, value in (("keep_last", keep_last), ("keep_every", keep_every)):
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, or None, not {value}")
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise ValueError(f"{name} must be at least 1, or None, not {value!r}")
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", prefix):
             raise ValueError(f"prefix must consist of letters, digits, '_', '.' and '-', not {prefix!r}")
         known = inspect.signature(async_save).parameters.keys() - {"obj", "path", "recycle"}
@@ -72,8 +72,10 @@ class Checkpointer:
         self._options = save_options
         self._name = re.compile(rf"{re.escape(prefix)}-(\d{{{_DIGITS},}})\.pt")
         self._spare = os.path.join(self.directory, f".{prefix}.spare")
+        self._process = os.getpid()
         self._pending: list[PendingSave] = []
-        self._books = threading.Lock()
+        self._books = threading.Lock()  # guards what follows
+        self._under_way: list[int] = []  # steps whose saves have not ended
         self._ledger: _Ledger | None = None
 
     def save(self, obj: object, step: int, *, blocking: bool = False) -> PendingSave:
@@ -86,21 +88,23 @@ class Checkpointer:
         if not isinstance(step, int) or step < 0:
             raise ValueError(f"step must be a whole number from 0 on, not {step!r}")
         path = self.path(step)
-        ledger = self._own_ledger()
-        with self._books:
-            if os.path.lexists(path) and step not in ledger.written:
-                raise FileExistsError(f"{path} was not written by a Checkpointer, and is not replaced: move it away")
-            ledger.add(step)
-        latest = self.latest()
-        if latest is not None and latest > step:
-            log.warning("%s: step %d is saved while step %d exists, which stays the latest", self.directory, step, latest)
-        options = {**self._options, "snapshot": False, "guard": None} if blocking else self._options
-        spare = self._spare if self._recycle and os.path.lexists(self._spare) else None
-        prune = partial(self._prune, step)
-        pending = begin_save(obj, path, recycle=spare, must_recycle=False, afterwards=prune, **options)
+        spare = self._note(step, path)
+        try:
+            latest = self.latest()
+            if latest is not None and latest > step:
+                log.warning("%s: step %d is saved while step %d exists, which stays the latest", self.directory, step, latest)
+            options = {**self._options, "snapshot": False, "guard": None} if blocking else self._options
+            pending = begin_save(obj, path, recycle=spare, must_recycle=False, afterwards=self._prune, **options)
+        except BaseException:
+            self._forget(step)
+            raise
+        pending.add_done_callback(lambda _: self._forget(step))
         self._pending = [*(earlier for earlier in self._pending if not earlier.done()), pending]
         if blocking:
-            pending.wait()
+            try:
+                pending.wait()
+            finally:  # its failure has been raised: wait and close do not raise it again
+                self._pending = [other for other in self._pending if other is not pending or not other.done()]
         return pending
 
     def path(self, step: int) -> str:
@@ -113,7 +117,7 @@ class Checkpointer:
         with os.scandir(self.directory) as entries:
             for entry in entries:
                 match = self._name.fullmatch(entry.name)
-                if match and entry.name == os.path.basename(self.path(int(match[1]))) and entry.is_file(follow_symlinks=True):
+                if match and entry.name == os.path.basename(self.path(int(match[1]))) and _is_file(entry):
                     found.append(int(match[1]))
         return sorted(found)
 
@@ -127,21 +131,25 @@ class Checkpointer:
         Raises FileNotFoundError where there is none, and what load raises.
         """
         if step is not None:
-            return load(self.path(step), **load_options)
+            return self._load(step, load_options)
         for _ in range(_ATTEMPTS):
             latest = self.latest()
             if latest is None:
-                raise FileNotFoundError(f"{self.directory} holds no checkpoint {self._prefix}-STEP.pt")
-            try:
-                return load(self.path(latest), **load_options)
-            except FileNotFoundError:  # removed just now by whoever saves here: there is a newer one
-                continue
+                continue  # listing a large directory takes several looks, and what is replaced in between is in none of them
+            with contextlib.suppress(FileNotFoundError):  # removed just now by whoever saves here: there is a newer one
+                return self._load(latest, load_options)
+        if latest is None:
+            raise FileNotFoundError(f"{self.directory} holds no checkpoint {self._prefix}-STEP.pt")
         raise FileNotFoundError(f"{self.directory}: the latest checkpoint was removed {_ATTEMPTS} times before it was opened")
 
     def wait(self) -> None:
         """Wait until all saves have ended. Raises the failure of the first that failed."""
-        pending, self._pending = self._pending, []
+        self._begin_anew_in_child()
+        pending = list(self._pending)
         failures = [error for save in pending if (error := save.exception()) is not None and not save.cancelled()]
+        self._pending = [save for save in self._pending if save not in pending]
+        for other in failures[1:]:
+            failures[0].add_note(f"Another save failed as well: {type(other).__name__}: {other}")
         if failures:
             raise failures[0]
 
@@ -150,9 +158,10 @@ class Checkpointer:
         try:
             self.wait()
         finally:
-            ledger, self._ledger = self._ledger, None
-            if ledger is not None:
-                ledger.close()
+            if all(save.done() for save in self._pending):  # else the wait was interrupted, and others must not save here yet
+                ledger, self._ledger = self._ledger, None
+                if ledger is not None:
+                    ledger.close()
 
     def __enter__(self) -> Self:
         return self
@@ -165,42 +174,65 @@ class Checkpointer:
                 raise
             error.add_note(f"A save in {self.directory} failed as well: {failure!r}")
 
-    def _own_ledger(self) -> _Ledger:
-        if self._ledger is None:
-            self._ledger = _Ledger(self.directory, self._prefix)
-        return self._ledger
-
-    def _prune(self, newest: int) -> None:
-        """Remove what need not be kept, now that ``newest`` is on stable storage. In the saving thread."""
-        ledger = self._ledger
-        if ledger is None:
-            return
+    def _note(self, step: int, path: str) -> str | None:
+        """Note in the ledger that a step will be written, and return what to recycle for it."""
+        self._begin_anew_in_child()
         with self._books:
-            _remove(self._spare)  # it was refused: somebody reads it
+            if self._ledger is None:
+                self._ledger = _Ledger(self.directory, self._prefix)
+                self._ledger.written.intersection_update(self.steps())  # it may be told of steps that never were written
+            if os.path.lexists(path) and step not in self._ledger.written:
+                raise FileExistsError(f"{path} was not written by a Checkpointer, and is not replaced: move it away")
+            self._ledger.add(step)
+            # A save under way may leave a spare at its end, just before this one begins.
+            recycles = self._recycle and self._keep_last is not None and (self._under_way or os.path.lexists(self._spare))
+            self._under_way.append(step)
+        return self._spare if recycles else None
+
+    def _forget(self, step: int) -> None:
+        """The save of a step has ended."""
+        with self._books:
+            self._under_way.remove(step)
+
+    def _begin_anew_in_child(self) -> None:
+        """A child made by fork has neither its parent's saves nor its right to save."""
+        if self._process != os.getpid():
+            self._process, self._pending, self._under_way, self._ledger = os.getpid(), [], [], None
+            self._books = threading.Lock()
+
+    def _load(self, step: int, load_options: dict[str, Any]) -> Any:
+        with _held_open(self.path(step)):
+            return load(self.path(step), **load_options)
+
+    def _prune(self) -> None:
+        """Remove what need not be kept, now that a checkpoint is on stable storage. In the saving thread."""
+        with self._books:
+            if self._ledger is None:
+                return
             steps = self.steps()
-            kept = set(steps if self._keep_last is None else steps[-self._keep_last :]) | {newest}
+            kept = {*(steps if self._keep_last is None else steps[-self._keep_last :]), *self._under_way}
+            with _failure_logged(self._spare):
+                _remove(self._spare)  # it was refused: somebody reads it
             for step in steps:
-                if step in kept or step not in ledger.written or (self._keep_every and step % self._keep_every == 0):
+                if step in kept or step not in self._ledger.written or (self._keep_every and step % self._keep_every == 0):
                     continue
-                try:
+                with _failure_logged(self.path(step)):
                     if self._recycle and not os.path.lexists(self._spare):
                         os.rename(self.path(step), self._spare)
                     else:
-                        _remove(self.path(step))
-                    ledger.written.discard(step)  # the file follows when a step is added
-                except OSError as error:
-                    log.warning("%s: the checkpoint of step %d cannot be removed (%s)", self.directory, step, error.strerror)
+                        os.unlink(self.path(step))
+                    self._ledger.written.discard(step)  # the file follows when a step is added
 
 
 class _Ledger:
     """The steps that were written here, or are about to be, in a file of their own; and the right to add to them."""
 
     def __init__(self, directory: str, prefix: str) -> None:
-        self._directory = directory
         self._path = os.path.join(directory, f".{prefix}.written.json")
         self._lock = _ProcessLock(os.path.join(directory, f".{prefix}.lock"))
         try:
             self.written = self._read()
+            self._noted = set(self.written)
         except BaseException:
             self._lock.release()
             raise
@@ -208,12 +240,17 @@ class _Ledger:
     def add(self, step: int) -> None:
         """Note a step before it is written: killed in between, it is known all the same."""
         if step not in self.written:
+            self._write(self.written | {step})
             self.written.add(step)
-            self._write()
 
     def close(self) -> None:
-        """Let others save here."""
-        self._lock.release()
+        """Forget for good what was removed, so that a file put in its place is not taken for ours, and let others save here."""
+        try:
+            if self.written != self._noted:
+                with _failure_logged(self._path, "written"):
+                    self._write(self.written)
+        finally:
+            self._lock.release()
 
     def _read(self) -> set[int]:
         try:
@@ -221,46 +258,54 @@ class _Ledger:
                 return {int(step) for step in json.load(file)["written"]}
         except FileNotFoundError:
             return set()
-        except (ValueError, TypeError, KeyError) as error:
+        except (OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
             log.warning("%s cannot be read (%s): no checkpoint of earlier runs will be removed", self._path, error)
             return set()
 
-    def _write(self) -> None:
-        temporary = os.path.join(self._directory, new_name())
+    def _write(self, steps: set[int]) -> None:
+        temporary = f"{self._path}.tmp"  # always the same: what a killed process left is written over
         try:
-            with open(temporary, "x", encoding="utf-8") as file:
-                try_lock(file.fileno())  # else a save that clears away what was abandoned could take it for that
-                json.dump({"version": 1, "written": sorted(self.written)}, file)
+            with open(temporary, "w", encoding="utf-8") as file:
+                json.dump({"version": 1, "written": sorted(steps)}, file)
                 file.flush()
                 os.fsync(file.fileno())
-                os.rename(temporary, self._path)
+            os.rename(temporary, self._path)
         except BaseException:
             _remove(temporary)
             raise
+        self._noted = set(steps)
 
 
 class _ProcessLock:
     """Held by one process at a time, and gone with it; children made by fork do not inherit it."""
 
     _held: ClassVar[set[tuple[int, int, int]]] = set()
+    _one_at_a_time: ClassVar[threading.Lock] = threading.Lock()
 
     def __init__(self, path: str) -> None:
         """Raises CheckpointerBusyError where it is held."""
-        # Closing any descriptor of the file would drop the lock of the whole process: so it is looked up before it is opened.
-        with contextlib.suppress(FileNotFoundError):
-            if self._key_of(os.stat(path)) in self._held:
-                raise CheckpointerBusyError(f"{path}: another Checkpointer of this process saves here: close it first")
-        self._fileno = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        with self._one_at_a_time:
+            # Closing any descriptor of the file would drop the lock of the whole process: so it is looked up beforehand.
+            with contextlib.suppress(FileNotFoundError):
+                if self._key_of(os.stat(path)) in self._held:
+                    raise CheckpointerBusyError(f"{path}: another Checkpointer of this process saves here: close it first")
+            self._fileno = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            try:
+                self._lock(path)
+            except BaseException:
+                os.close(self._fileno)
+                raise
+            self._key = self._key_of(os.fstat(self._fileno))
+            self._held.add(self._key)
+
+    def _lock(self, path: str) -> None:
         try:
             fcntl.lockf(self._fileno, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno in (errno.EACCES, errno.EAGAIN):
-                os.close(self._fileno)
                 message = f"{path}: another process saves here: give each its own directory or prefix"
                 raise CheckpointerBusyError(message) from None
             log.info("%s cannot be locked (%s): see to it that no other process saves here", path, error.strerror)
-        self._key = self._key_of(os.fstat(self._fileno))
-        self._held.add(self._key)
 
     def release(self) -> None:
         """Let go of it."""
@@ -275,3 +320,36 @@ class _ProcessLock:
 def _remove(path: str) -> None:
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)
+
+
+@contextlib.contextmanager
+def _failure_logged(path: str, what: str = "removed") -> Iterator[None]:
+    """What fails in the block may be left undone."""
+    try:
+        yield
+    except OSError as error:
+        log.warning("%s cannot be %s (%s)", path, what, error.strerror)
+
+
+@contextlib.contextmanager
+def _held_open(path: str) -> Iterator[None]:
+    """Keep the file of this name open within the block. FileNotFoundError if it was removed.
+
+    An open that the kernel holds up between the look at the name and the file may get what was written over it since. While
+    it is open nobody recycles it: whoever opens the name within the block gets what belongs to it, or nothing.
+    """
+    try:
+        fileno = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except BlockingIOError:  # under a lease: it had this name until just now, and is being written over
+        raise FileNotFoundError(errno.ENOENT, "the checkpoint was removed while it was opened", path) from None
+    try:
+        yield
+    finally:
+        os.close(fileno)
+
+
+def _is_file(entry: os.DirEntry[str]) -> bool:
+    """True for a regular file, or a symlink that leads to one."""
+    with contextlib.suppress(OSError):  # a symlink that leads in a circle, or to where nobody may look
+        return entry.is_file()
+    return False
