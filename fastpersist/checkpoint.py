@@ -50,6 +50,11 @@ def save(
     At every instant ``path`` holds the old complete file or the new complete file. A save that fails leaves the old file
     as it was and no other file behind. Tensors must not be changed during the call.
 
+    Tensors on CUDA devices are copied through page-locked buffers, while what was copied before is written; what the calling
+    thread's current streams are still to do comes first. Engine "kvikio" writes them from device memory, and then storages of
+    256 KiB and more get no checksum (0, as torch.save writes with its check off): nothing on the host has seen their bytes.
+    "auto" takes it for them where a trial write has proven that GPUDirect Storage works, and without ``recycle``.
+
     engine: a name ("auto", "io_uring", "posix", "null") or an open engine. block_nbytes: bytes of one transfer, a
     multiple of 4096. queue_depth: transfers in flight. checksum: store the CRC-32 of each storage. durable: sync the file
     and its directory; without it the file survives the death of the process, not that of the machine. layout: "auto"
@@ -98,6 +103,10 @@ def load(
     prefix, several prefixes or a function of the path (see fastpersist.archive.selection): only those values of a state
     dict are read, the others are absent. engine: "auto" reads through the page cache where the file lies in it already.
     block_nbytes, queue_depth, progress: as for save.
+
+    With map_location="cuda", "cuda:1" or such a torch.device storages go to that device as they are read, through page-locked
+    buffers of at most 64 MiB or, with engine "kvikio" and without verify, past host memory. Any other map_location that
+    names devices, and files of the other byte order, are read into host memory first and moved then.
 
     FakeTensorMode and map_location="meta" read no data. Files of torch before 1.6 are left to torch.load.
     Storages of 1 MiB and more have memory of their own, page-aligned where the file's offset is; smaller ones share memory

@@ -88,6 +88,12 @@ def resolve_queue_depth(queue_depth: int | None, engine: str | Engine, path: Pat
     return queue_depth
 
 
+def is_free_choice(engine: str | Engine, path: Path) -> bool:
+    """True where neither the caller, nor the environment, nor a saved profile says which engine to take."""
+    named = os.environ.get("FASTPERSIST_ENGINE") or "auto"
+    return engine == named == "auto" and _profile(engine, path) is None
+
+
 @contextlib.contextmanager
 def ready_engine(engine: str | Engine, path: str, block_nbytes: int, queue_depth: int) -> Iterator[Engine]:
     """The engine to use: an open one as it is (and left open), or one opened by name for this call.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import bisect
 import ctypes
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 import numpy as np
 
@@ -22,23 +22,33 @@ from fastpersist.memory.pages import view_memory
 from fastpersist.transfer.extents import Direct
 
 CopyFromDevice = Callable[[int, int, memoryview], None]
-"""(storage, start, target): copy len(target) bytes from byte ``start`` of a storage that has no host address."""
+"""(storage, start, target): have in ``target`` the bytes from ``start`` on of a storage that has no host address."""
 
 
 class ArchiveImage:
     """Fills buffers with ranges of the file, and keeps the checksums.
 
     addresses: host address of each storage, 0 where ``copy_from_device`` must fetch its bytes. With ``checksum`` False
-    storages get the checksum 0, as torch writes them with its check off; metadata records always carry theirs.
+    storages get the checksum 0, as torch writes them with its check off; so do, in any case, the records ``unseen``, which
+    are written from device memory. Metadata records always carry theirs.
 
     Small storages come in runs: records without zip64 fields, with names of one length, that lie wholly within the range.
     Of these only the data is copied and summed one by one; what stands around it is encoded for all of them together.
     """
 
-    def __init__(self, plan: ArchivePlan, addresses: Int64Array, copy_from_device: CopyFromDevice, *, checksum: bool) -> None:
+    def __init__(
+        self,
+        plan: ArchivePlan,
+        addresses: Int64Array,
+        copy_from_device: CopyFromDevice,
+        *,
+        checksum: bool,
+        unseen: Collection[int] = (),
+    ) -> None:
         self._plan = plan
         self._copy_from_device = copy_from_device
         self._checksum = checksum
+        self._unseen = unseen
         self._checksums = [0] * plan.records
         self._directory: bytes | None = None
         # Plain lists: one element at a time, they are several times faster to read than numpy arrays.
@@ -73,8 +83,21 @@ class ArchiveImage:
 
     def checksum_direct(self, block: Direct) -> None:
         """Take account of a range that is written straight from memory."""
-        if self._checksum:
+        if self._checksum and block.device < 0:
             self._checksums[block.record] = crc32(view_memory(block.address, block.nbytes), self._checksums[block.record])
+
+    def without_address(self, file_offset: int, nbytes: int) -> Iterator[tuple[int, int, int, int]]:
+        """(storage, start, nbytes, place) of each piece of a storage without host address that lies in this range of the
+        file: ``start`` counts from that of the storage, ``place`` from that of the range.
+        """
+        stop = file_offset + nbytes
+        for record in range(max(bisect.bisect_right(self._headers, file_offset) - 1, 0), self._plan.records):
+            if self._headers[record] >= stop:
+                break
+            data = self._datas[record]
+            low, high = max(data, file_offset), min(data + self._nbytes[record], stop)
+            if low < high and self._storages[record] >= 0 and not self._addresses[record]:
+                yield self._storages[record], low - data, high - low, low - file_offset
 
     def record_at(self, file_offset: int) -> str:
         """Name of the record that the file's byte at ``file_offset`` belongs to, for messages."""
@@ -138,7 +161,7 @@ class ArchiveImage:
             ctypes.memmove(window.address(start), address + start - data, stop - start)
         else:
             self._copy_from_device(self._storages[record], start - data, target)
-        if self._checksum:  # of the copy: it is still in the cache
+        if self._checksum and record not in self._unseen:  # of the copy: it is still in the cache
             self._checksums[record] = crc32(target, self._checksums[record])
         return stop - start
 

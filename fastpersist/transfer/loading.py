@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import pickle
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -17,18 +18,21 @@ from fastpersist.archive.directory import PICKLE, Directory
 from fastpersist.archive.selection import select
 from fastpersist.archive.unpickling import (
     MapLocation,
+    StorageLookup,
     byte_order,
     explain_refusal,
     placeholder,
     torchs_state_kept,
     unflatten,
 )
-from fastpersist.engines import Engine, _libc
+from fastpersist.engines import Engine, File, _libc
 from fastpersist.errors import CheckpointFormatError, brief
 from fastpersist.memory.buffers import shared_pool
 from fastpersist.options import ready_engine
 from fastpersist.progress import Progress, ProgressCounter, progress_reporter
-from fastpersist.transfer.reader import RecordReader, Storages, stream_blocks
+from fastpersist.transfer.cuda import CUDA
+from fastpersist.transfer.device_reader import DeviceReader
+from fastpersist.transfer.reader import stream_blocks
 from fastpersist.transfer.sketch import MappedStorages, Sketch
 from fastpersist.transfer.source import CheckpointFile
 
@@ -82,11 +86,13 @@ def load_records(
     with explained(source, directory, weights_only) as (pickle_bytes, order):
         sketch = None if wanted is None else Sketch(source, directory, weights_only=weights_only, order=order)
         chosen, records = (set(), directory.storages()) if sketch is None or wanted is None else sketch.choose(wanted)
-        storages = _read_storages(source, directory, records, reading)
+        device = CUDA.device_named(map_location) if order == sys.byteorder else -1
+        take = _read_storages(source, directory, records, reading, device)
         unread = None if sketch is None else sketch.storage
-        # Each is taken out: once a storage has been moved to a device nothing keeps its memory here.
-        take = storages.pop
-        obj = unflatten(pickle_bytes, take, unread=unread, weights_only=weights_only, map_location=map_location, order=order)
+        place = None if device < 0 else _stay
+        obj = unflatten(
+            pickle_bytes, take, unread=unread, weights_only=weights_only, map_location=map_location, place=place, order=order
+        )
     return obj if sketch is None else select(obj, chosen.__contains__)
 
 
@@ -116,23 +122,42 @@ def load_without_data(source: CheckpointFile, directory: Directory, *, map_locat
         return unflatten(pickle_bytes, lookup, weights_only=weights_only, map_location=map_location, place=stay)
 
 
-def _read_storages(source: CheckpointFile, directory: Directory, records: list[int], reading: Reading) -> Storages:
+def _open(reading: Reading, source: CheckpointFile) -> File:
+    """The file that ``source`` has open, in the engine, even if another has taken its path since."""
+    with contextlib.suppress(FileNotFoundError):
+        file = reading.engine.open(source.path, "r", direct=reading.direct)
+        if os.path.samestat(os.fstat(file.fileno), os.fstat(source.fileno)):
+            return file
+        file.close()
+    return reading.engine.open(f"/proc/self/fd/{source.fileno}", "r", direct=reading.direct)
+
+
+def _stay(storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage:
+    return storage
+
+
+def _read_storages(
+    source: CheckpointFile, directory: Directory, records: list[int], reading: Reading, device: int
+) -> StorageLookup:
+    """Read to CUDA device ``device``, -1: to host memory. Each is taken out when it is looked up: nothing else keeps it."""
     total_nbytes = sum(int(directory.nbytes[record]) for record in records)
     with (
-        reading.engine.open(source.path, "r", direct=reading.direct) as file,
+        _open(reading, source) as file,
         progress_reporter(reading.progress, os.path.basename(source.path)) as report,
     ):
-        reader = RecordReader(
+        reader = DeviceReader(
             reading.engine, file, directory, shared_pool(), path=source.path, block_nbytes=reading.block_nbytes,
             queue_depth=reading.queue_depth, moved=ProgressCounter(report, total_nbytes).add,
         )  # fmt: skip
-        return reader.read_storages(records, verify=reading.verify)
+        if device >= 0:
+            return reader.read_to_device(records, device, verify=reading.verify).pop
+        return reader.read_storages(records, verify=reading.verify).pop
 
 
 def check_file(source: CheckpointFile, directory: Directory, reading: Reading) -> list[CheckedRecord]:
     """Read the whole file and check it; the records, none of them at fault."""
     with (
-        reading.engine.open(source.path, "r", direct=reading.direct) as file,
+        _open(reading, source) as file,
         progress_reporter(reading.progress, os.path.basename(source.path)) as report,
     ):
         blocks = stream_blocks(

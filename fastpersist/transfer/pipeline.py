@@ -15,6 +15,7 @@ from typing import Self
 from fastpersist.engines import Completion, Engine, Request
 from fastpersist.errors import TransferError
 from fastpersist.memory.buffers import AlignedBuffer, BufferPool
+from fastpersist.transfer.device import Copies
 
 MAX_STALLS = 100
 STALL_PAUSE_SECONDS = 0.005
@@ -39,14 +40,22 @@ class Pipeline:
     """Up to ``queue_depth`` requests at a time on one engine. A context manager: leaving it, nothing is in flight."""
 
     def __init__(
-        self, engine: Engine, pool: BufferPool, *, queue_depth: int, failure: Failure, moved: Callable[[int], None]
+        self,
+        engine: Engine,
+        pool: BufferPool,
+        *,
+        queue_depth: int,
+        failure: Failure,
+        moved: Callable[[int], None],
+        copies: Copies | None = None,
     ) -> None:
-        """``moved`` is told the bytes of each completed transfer."""
+        """``moved`` is told the bytes of each completed transfer. ``copies`` use borrowed buffers too."""
         self._engine = engine
         self._pool = pool
         self._queue_depth = queue_depth
         self._failure = failure
         self._moved = moved
+        self._copies = copies
         self._lent: set[AlignedBuffer] = set()
 
     def __enter__(self) -> Self:
@@ -56,12 +65,20 @@ class Pipeline:
         try:
             self._engine.drain()
         finally:
-            # An interrupt may strike before drain has begun. What is in flight then keeps its buffers, and the pool its count.
-            if not self._engine.in_flight:
-                for buffer in self._lent:
-                    if self._pool.lends(buffer):  # another may have struck just after it was given back
-                        self._pool.release(buffer)
-            self._lent.clear()
+            try:
+                if self._copies is not None:
+                    self._copies.drain()
+            finally:
+                self._release_idle_buffers()
+
+    def _release_idle_buffers(self) -> None:
+        # An interrupt may strike before drain has begun. What is in flight then keeps its buffers, and the pool its count.
+        if not self._engine.in_flight:
+            for buffer in self._lent:
+                # Another may have struck just after it was given back.
+                if self._pool.lends(buffer) and not (self._copies is not None and self._copies.uses(buffer)):
+                    self._pool.release(buffer)
+        self._lent.clear()
 
     def submit(self, request: Request, *, buffer: AlignedBuffer | None = None, finished: Finished | None = None) -> None:
         """Start a request as soon as there is room. ``buffer``, if it came from ``borrow``, goes back when it ends."""
@@ -88,14 +105,24 @@ class Pipeline:
         self._lent.add(buffer)
         return buffer
 
+    def try_borrow(self, nbytes: int) -> AlignedBuffer | None:
+        """A buffer from the pool, or None: without waiting, but after a look at which requests have ended."""
+        buffer = self._pool.try_acquire(nbytes)
+        if buffer is None:
+            self.reap(timeout=0.0)
+            buffer = self._pool.try_acquire(nbytes)
+        if buffer is not None:
+            self._lent.add(buffer)
+        return buffer
+
     def give_back(self, buffer: AlignedBuffer) -> None:
         """Return a borrowed buffer that no request uses any more."""
         self._pool.release(buffer)
         self._lent.discard(buffer)
 
-    def reap(self) -> None:
-        """Wait for at least one completion, and act on all that are there."""
-        for completion in self._engine.wait():
+    def reap(self, timeout: float | None = None) -> None:
+        """Wait for at least one completion, unless ``timeout`` seconds pass, and act on all that are there."""
+        for completion in self._engine.wait(timeout=timeout):
             self._settle(completion, completion.request.tag)
 
     def _settle(self, completion: Completion, tag: _Tag) -> None:

@@ -21,6 +21,7 @@ from fastpersist.memory.alignment import PAGE_NBYTES, round_down, round_up
 from fastpersist.memory.buffers import AlignedBuffer, BufferPool
 from fastpersist.memory.checksum import crc32, crc32_combine
 from fastpersist.memory.pages import Pages
+from fastpersist.transfer.device import Copies
 from fastpersist.transfer.pipeline import Pipeline
 from fastpersist.transfer.regions import LARGE_STORAGE_NBYTES, Region, is_large, plan_regions
 
@@ -65,13 +66,10 @@ class RecordReader:
         Raises CheckpointFormatError for headers that contradict the directory, CorruptCheckpointError with ``verify`` for
         data that contradicts its checksum, TransferError for a read that fails.
         """
-        with self._pipeline(lambda nbytes: None) as pipeline:
-            sizes = self._directory.nbytes.tolist()
-            large = [record for record in wanted if sizes[record] >= LARGE_STORAGE_NBYTES]
-            data_offsets = self._read_data_offsets(pipeline, large)
+        data_offsets = self._read_data_offsets(wanted)
         regions = plan_regions(self._directory, wanted, data_offsets)
         memory = [Pages(region.nbytes) for region in regions]
-        sums = _BlockSums() if verify else None
+        sums = BlockSums() if verify else None
         with _PopulatedAhead(memory) as ready, self._pipeline(self._moved) as pipeline:
             for number, (region, pages) in enumerate(zip(regions, memory, strict=True)):
                 ready(number)
@@ -84,14 +82,21 @@ class RecordReader:
                 self._take_storages(region, memory.pop(), data_offsets, sums, storages)
         return storages
 
-    def _pipeline(self, moved: Callable[[int], None]) -> Pipeline:
-        return Pipeline(self._engine, self._pool, queue_depth=self._queue_depth, failure=self._failure, moved=moved)
+    def _pipeline(self, moved: Callable[[int], None], copies: Copies | None = None) -> Pipeline:
+        return Pipeline(
+            self._engine, self._pool, queue_depth=self._queue_depth, failure=self._failure, moved=moved, copies=copies
+        )
 
     def _failure(self, request: Request, code: int, hint: str) -> TransferError:
         return TransferError(code, "cannot read", self._path, offset=request.file_offset, nbytes=request.nbytes, hint=hint)
 
-    def _read_data_offsets(self, pipeline: Pipeline, large: Sequence[int]) -> dict[int, int]:
+    def _read_data_offsets(self, wanted: Sequence[int]) -> dict[int, int]:
         """Where the data of each large record starts: only its header tells, and all headers are asked for at once."""
+        sizes = self._directory.nbytes.tolist()
+        with self._pipeline(lambda nbytes: None) as pipeline:
+            return self._read_headers(pipeline, [record for record in wanted if sizes[record] >= LARGE_STORAGE_NBYTES])
+
+    def _read_headers(self, pipeline: Pipeline, large: Sequence[int]) -> dict[int, int]:
         offsets: dict[int, int] = {}
         for record in large:
             buffer = pipeline.borrow(HEADER_WINDOW_NBYTES)
@@ -116,7 +121,7 @@ class RecordReader:
             raise CheckpointFormatError(f"{self._path}: {error}") from None
 
     def _submit_region(
-        self, pipeline: Pipeline, region: Region, pages: Pages, data_offsets: dict[int, int], sums: _BlockSums | None
+        self, pipeline: Pipeline, region: Region, pages: Pages, data_offsets: dict[int, int], sums: BlockSums | None
     ) -> None:
         for start in range(0, region.nbytes, self._block_nbytes):
             nbytes = min(self._block_nbytes, region.nbytes - start)
@@ -139,7 +144,7 @@ class RecordReader:
             summed()
 
     def _take_storages(
-        self, region: Region, pages: Pages, data_offsets: dict[int, int], sums: _BlockSums | None, storages: Storages
+        self, region: Region, pages: Pages, data_offsets: dict[int, int], sums: BlockSums | None, storages: Storages
     ) -> None:
         """Find the storages of a region that has been read: they stay where they are in its pages."""
         records = region.records
@@ -174,7 +179,7 @@ def _moved(pages: Pages, place: int, nbytes: int) -> Raw:
     return copy.view, 0, nbytes
 
 
-class _BlockSums:
+class BlockSums:
     """Checksums of the blocks of large records, which complete in any order."""
 
     def __init__(self) -> None:

@@ -11,20 +11,23 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fastpersist.archive.layout import LARGE_NBYTES, LAYOUTS, ArchivePlan, plan
+from fastpersist.archive.layout import LARGE_NBYTES, LAYOUTS, ArchivePlan, Int64Array, plan
 from fastpersist.archive.pickling import FlatObject
-from fastpersist.engines import DEFAULT_BLOCK_NBYTES, Engine, File
+from fastpersist.engines import DEFAULT_BLOCK_NBYTES, Engine, File, Memory
 from fastpersist.errors import RecycleRefusedError, as_transfer_error
 from fastpersist.memory.alignment import PAGE_NBYTES, round_up
 from fastpersist.memory.buffers import shared_pool
-from fastpersist.options import ready_engine, resolve_block_nbytes, resolve_queue_depth
+from fastpersist.options import is_free_choice, ready_engine, resolve_block_nbytes, resolve_queue_depth
 from fastpersist.progress import Progress, ProgressCounter, progress_reporter
 from fastpersist.reports import SaveReport
-from fastpersist.transfer.extents import Extent, cut_into_blocks, plan_extents
+from fastpersist.transfer.cuda import CUDA
+from fastpersist.transfer.device import Copies, WorkSoFar, work_so_far
+from fastpersist.transfer.extents import Direct, Extent, cut_into_blocks, plan_extents
+from fastpersist.transfer.gpudirect import has_gpudirect
 from fastpersist.transfer.image import ArchiveImage
 from fastpersist.transfer.publish import Publication, resolve_target
-from fastpersist.transfer.staging import copy_from_device, residues
-from fastpersist.transfer.writer import NOBODY, Watcher, write_blocks
+from fastpersist.transfer.staging import copy_from_device, cuda_devices, residues
+from fastpersist.transfer.writer import NOBODY, DeviceSources, Watcher, write_blocks
 
 log = logging.getLogger("fastpersist")
 
@@ -74,13 +77,23 @@ class SaveJob:
             None if recycle is None else os.fsdecode(recycle), must_recycle, progress,
         )  # fmt: skip
 
-    def run(self, flat: FlatObject, *, started: float | None = None, watcher: Watcher = NOBODY) -> SaveReport:
-        """Write and publish. ``started`` (of time.perf_counter) is where the report's seconds begin."""
+    def run(
+        self,
+        flat: FlatObject,
+        *,
+        started: float | None = None,
+        watcher: Watcher = NOBODY,
+        work: WorkSoFar | None = None,
+    ) -> SaveReport:
+        """Write and publish. ``started`` (of time.perf_counter) is where the report's seconds begin; ``work`` (of
+        device.work_so_far) is what produces the storages on CUDA devices, if that is not the calling thread.
+        """
         started = time.perf_counter() if started is None else started
+        work = work_so_far(flat) if work is None else work
         depth = min(self.queue_depth, _max_blocks(flat, self.block_nbytes))  # a small file needs neither threads nor a queue
-        with ready_engine(self.engine, self.target, self.block_nbytes, depth) as engine:
+        with ready_engine(self._engine(work), self.target, self.block_nbytes, depth) as engine:
             with self._destination(engine) as (file, publication):
-                archive, copied_nbytes = self._write(flat, engine, file, depth, watcher)
+                archive, copied_nbytes = self._write(flat, engine, file, depth, watcher, work)
                 if publication is not None:
                     watcher.publishing()
                     publication.publish()
@@ -98,6 +111,16 @@ class SaveJob:
                 block_nbytes=self.block_nbytes,
                 queue_depth=self.queue_depth,
             )
+
+    def _engine(self, work: WorkSoFar) -> str | Engine:
+        """For "auto" the one that reaches device memory, where that has been proven and is of use."""
+        if not work or self.recycle is not None or not is_free_choice(self.engine, self.target):
+            return self.engine
+        if not has_gpudirect(os.path.dirname(self.target) or ".", min(work)):
+            return self.engine
+        if self.checksum:
+            log.warning("%s: 'auto' takes kvikio: large storages get no checksum; engine='io_uring' sums them", self.target)
+        return "kvikio"
 
     @contextlib.contextmanager
     def _destination(self, engine: Engine) -> Iterator[tuple[File, Publication | None]]:
@@ -123,29 +146,34 @@ class SaveJob:
         return stack.enter_context(Publication(engine, self.target, durable=self.durable))
 
     def _write(
-        self, flat: FlatObject, engine: Engine, file: File, queue_depth: int, watcher: Watcher
+        self, flat: FlatObject, engine: Engine, file: File, queue_depth: int, watcher: Watcher, work: WorkSoFar
     ) -> tuple[ArchivePlan, int]:
         """Plan the file, cut it into extents, write them all, and give the file its true length.
 
         Returns the plan and how many bytes of payload went through a buffer.
         """
-        addresses = np.array(flat.addresses, np.int64)
+        addresses, devices = np.array(flat.addresses, np.int64), cuda_devices(flat)
+        reached = (
+            addresses if not work or Memory.DEVICE not in engine.capabilities.memory else _reach(flat, addresses, devices, work)
+        )
         archive = plan(
             self.prefix,
             flat.pickle_bytes,
             np.array(flat.storage_nbytes, np.int64),
-            residues(addresses, file.memory_alignment),
+            residues(reached, np.where(devices >= 0, PAGE_NBYTES, file.memory_alignment)),
             self.layout,
         )
         cut_nbytes = max(PAGE_NBYTES, file.offset_alignment)
-        blocks = self._blocks(archive, addresses, file, cut_nbytes)
+        blocks = self._blocks(archive, reached, devices, file, cut_nbytes)
         watcher.planned(archive, blocks)
-        image = ArchiveImage(
-            archive,
-            addresses,
-            lambda storage, start, to: copy_from_device(flat.storages[storage], start, to),
-            checksum=self.checksum,
-        )
+
+        def fetch(storage: int, start: int, target: memoryview) -> None:
+            if devices[storage] < 0:  # else it is there already: the writer copies from CUDA devices ahead
+                copy_from_device(flat.storages[storage], start, target)
+
+        unseen = {block.record for block in blocks if isinstance(block, Direct) and block.device >= 0}
+        image = ArchiveImage(archive, addresses, fetch, checksum=self.checksum, unseen=unseen)
+        on_devices = DeviceSources(flat.storages, devices.tolist(), Copies(work)) if work else None
         padded_nbytes = round_up(archive.file_nbytes, cut_nbytes)
         with as_transfer_error("cannot reserve space for", self.target, nbytes=padded_nbytes):
             engine.reserve(file, padded_nbytes)
@@ -153,17 +181,31 @@ class SaveJob:
             moved = ProgressCounter(report, archive.file_nbytes).add
             copied_nbytes = write_blocks(
                 blocks, image, engine, file, shared_pool(),
-                queue_depth=queue_depth, path=self.target, moved=moved, watcher=watcher,
+                queue_depth=queue_depth, path=self.target, moved=moved, watcher=watcher, on_devices=on_devices,
             )  # fmt: skip
         if padded_nbytes != archive.file_nbytes:
             with as_transfer_error("cannot set the length of", self.target, nbytes=archive.file_nbytes):
                 engine.resize(file, archive.file_nbytes)
         return archive, copied_nbytes
 
-    def _blocks(self, archive: ArchivePlan, addresses: np.ndarray, file: File, cut_nbytes: int) -> list[Extent]:
-        extents = plan_extents(archive, addresses, memory_alignment=file.memory_alignment, cut_nbytes=cut_nbytes)
+    def _blocks(
+        self, archive: ArchivePlan, addresses: Int64Array, devices: Int64Array, file: File, cut_nbytes: int
+    ) -> list[Extent]:
+        extents = plan_extents(
+            archive, addresses, memory_alignment=file.memory_alignment, cut_nbytes=cut_nbytes, devices=devices
+        )
         assembled_nbytes = min(self.block_nbytes, DEFAULT_BLOCK_NBYTES)  # of the pool
         return list(cut_into_blocks(extents, round_up(self.block_nbytes, cut_nbytes), round_up(assembled_nbytes, cut_nbytes)))
+
+
+def _reach(flat: FlatObject, addresses: Int64Array, devices: Int64Array, work: WorkSoFar) -> Int64Array:
+    """The address of each storage, on devices too. An engine knows no streams: what produces the bytes has ended then."""
+    for event in work.values():
+        CUDA.synchronize(event)
+    reached = addresses.copy()
+    for index in np.flatnonzero(devices >= 0).tolist():
+        reached[index] = flat.storages[index].data_ptr()
+    return reached
 
 
 def _max_blocks(flat: FlatObject, block_nbytes: int) -> int:

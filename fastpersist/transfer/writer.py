@@ -1,17 +1,24 @@
 """Writes an image to a file, block by block: straight from memory where it can, through a buffer elsewhere.
 
-A block is checksummed, or put together, while those before it are in flight.
+A block is checksummed, or put together, while those before it are in flight. What lies on CUDA devices is on its way to the
+buffers of the next blocks meanwhile.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 
+import torch
+
 from fastpersist.archive.layout import ArchivePlan
-from fastpersist.engines import Engine, File, Request, Write
+from fastpersist.engines import Engine, File, Memory, Request, Write
 from fastpersist.errors import TransferError
-from fastpersist.memory.buffers import BufferPool
+from fastpersist.memory.buffers import AlignedBuffer, BufferPool
+from fastpersist.transfer.cuda import Piece
+from fastpersist.transfer.device import LOOK_AHEAD, Copies, Transfer
 from fastpersist.transfer.extents import Direct, Extent
 from fastpersist.transfer.image import ArchiveImage
 from fastpersist.transfer.pipeline import Pipeline
@@ -36,6 +43,15 @@ class Watcher:
 NOBODY = Watcher()
 
 
+@dataclass(frozen=True, slots=True)
+class DeviceSources:
+    """The storages of an object, the CUDA device of each (-1 for others), and the copies out of these devices."""
+
+    storages: Sequence[torch.UntypedStorage]
+    devices: Sequence[int]
+    copies: Copies
+
+
 def write_blocks(
     blocks: Iterable[Extent],
     image: ArchiveImage,
@@ -47,6 +63,7 @@ def write_blocks(
     path: str,
     moved: Callable[[int], None],
     watcher: Watcher = NOBODY,
+    on_devices: DeviceSources | None = None,
 ) -> int:
     """Write all blocks, which come in file order; returns how many bytes of payload went through a buffer.
 
@@ -61,21 +78,85 @@ def write_blocks(
         )
 
     copied_nbytes = 0
-    with Pipeline(engine, pool, queue_depth=queue_depth, failure=failure, moved=moved) as pipeline:
-        for block in blocks:
-            pipeline.make_room()
-            watcher.before(block)
+    copies = None if on_devices is None else on_devices.copies
+    with Pipeline(engine, pool, queue_depth=queue_depth, failure=failure, moved=moved, copies=copies) as pipeline:
+        ready = (
+            _with_buffers(blocks, pipeline, watcher)
+            if on_devices is None
+            else _with_device_bytes(blocks, image, pipeline, watcher, on_devices)
+        )
+        for block, buffer in ready:
             if isinstance(block, Direct):
                 written = partial(_release, watcher, block)
-                pipeline.submit(Write(file, block.address, block.nbytes, block.file_offset), finished=written)
+                pipeline.submit(_write_direct(file, block), finished=written)
                 image.checksum_direct(block)
             else:
-                buffer = pipeline.borrow(block.nbytes)
+                assert buffer is not None
                 copied_nbytes += image.fill(buffer, block.file_offset, block.nbytes)
                 watcher.released(block)
                 pipeline.submit(Write(file, buffer.address, block.nbytes, block.file_offset, owner=buffer), buffer=buffer)
         pipeline.finish()
     return copied_nbytes
+
+
+def _with_buffers(
+    blocks: Iterable[Extent], pipeline: Pipeline, watcher: Watcher
+) -> Iterator[tuple[Extent, AlignedBuffer | None]]:
+    """Each block in its turn, with a buffer if it is to be put together."""
+    for block in blocks:
+        pipeline.make_room()
+        watcher.before(block)
+        yield block, None if isinstance(block, Direct) else pipeline.borrow(block.nbytes)
+
+
+def _with_device_bytes(
+    blocks: Iterable[Extent], image: ArchiveImage, pipeline: Pipeline, watcher: Watcher, on_devices: DeviceSources
+) -> Iterator[tuple[Extent, AlignedBuffer | None]]:
+    """The same, with the bytes of devices in place; those of the blocks that follow are on their way.
+
+    Blocks get their buffers in their order, and none waits for a buffer while others hold one that nobody writes yet: saves
+    that share a pool cannot wait for each other.
+    """
+    copies = on_devices.copies
+    ahead: deque[tuple[Extent, AlignedBuffer | None, Transfer | None]] = deque()
+
+    def next_ready() -> tuple[Extent, AlignedBuffer | None]:
+        block, buffer, transfer = ahead.popleft()
+        if transfer is not None:
+            copies.finish(transfer)
+        return block, buffer
+
+    for block in blocks:
+        while len(ahead) >= LOOK_AHEAD:
+            yield next_ready()
+        buffer, transfer = None, None
+        if not isinstance(block, Direct):
+            while (buffer := pipeline.try_borrow(block.nbytes)) is None and ahead:
+                yield next_ready()
+            buffer = buffer or pipeline.borrow(block.nbytes)
+        watcher.before(block)
+        if buffer is not None:
+            transfer = copies.to_host(_pieces(block, image, on_devices, buffer), buffer)
+        ahead.append((block, buffer, transfer))
+    while ahead:
+        yield next_ready()
+
+
+def _pieces(block: Extent, image: ArchiveImage, on_devices: DeviceSources, buffer: AlignedBuffer) -> list[Piece]:
+    storages, devices = on_devices.storages, on_devices.devices
+    return [
+        Piece(storages[storage], devices[storage], start, nbytes, buffer.address + place)
+        for storage, start, nbytes, place in image.without_address(block.file_offset, block.nbytes)
+        if devices[storage] >= 0
+    ]
+
+
+def _write_direct(file: File, block: Direct) -> Write:
+    if block.device < 0:
+        return Write(file, block.address, block.nbytes, block.file_offset)
+    return Write(
+        file, block.address, block.nbytes, block.file_offset, memory=Memory.DEVICE, device_index=block.device
+    )  # fmt: skip
 
 
 def _release(watcher: Watcher, block: Extent, reached: int) -> None:
