@@ -31,12 +31,14 @@ from fastpersist.memory.available import available_nbytes
 from fastpersist.memory.staging import shared_staging
 from fastpersist.progress import Progress
 from fastpersist.reports import SaveReport
+from fastpersist.transfer.device import WorkSoFar, work_so_far
 from fastpersist.transfer.saving import SaveJob
 from fastpersist.transfer.snapshot import Snapshot, cancelled
 
 log = logging.getLogger("fastpersist")
 
 Callback = Callable[["PendingSave"], object]
+_Work = tuple[SaveJob, contextvars.Context, WorkSoFar]
 
 
 def async_save(
@@ -114,23 +116,28 @@ def begin_save(
     remove_idle_hooks()
     _raise_what_nobody_asked_about()
     with _worker.place(max_pending) as place:
+        _raise_what_nobody_asked_about()  # the save that was waited for may have failed
         flat = flatten(obj, pickle_protocol)
         keep = _left_alone(flat, optimizers) if guard is not None else set() if snapshot else set(range(len(flat.storages)))
         limit = _staging_limit() if max_staging_nbytes is None else max_staging_nbytes
         staged = Snapshot(flat, keep, shared_staging(), layout=job.layout, max_nbytes=limit)
         pending = PendingSave(job, staged, started, afterwards)
-        if optimizers:
-            hold_next_step(optimizers, pending._wait_until_staged, pending.staged)
-        has_thread = place.take(pending)
-    try:
-        staged.copy()
-        if not has_thread:
-            _worker.carry_out_all()
-        staged.wait_until_copied()
-    except BaseException:  # Ctrl-C above all: the copies are not complete
-        pending.cancel()
-        staged.wait_until_free()
-        raise
+        try:
+            if optimizers:
+                hold_next_step(optimizers, pending._wait_until_staged, pending.staged)
+            has_thread = place.take(pending)
+            staged.copy()
+            if not has_thread:
+                _worker.carry_out_all()
+            staged.wait_until_copied()
+        except BaseException:  # Ctrl-C above all: the copies are not complete
+            if place.taken:
+                pending.cancel()
+            else:
+                pending._end_before_it_began()
+            staged.end_copying()
+            staged.wait_until_free()
+            raise
     return pending
 
 
@@ -155,16 +162,20 @@ class PendingSave:
     ) -> None:
         """Made by async_save."""
         self.path = job.target
-        self._work: tuple[SaveJob, contextvars.Context] | None = (job, contextvars.copy_context())
+        # What the caller's streams are still to do comes before the thread's copies from devices.
+        self._work: _Work | None = (job, contextvars.copy_context(), work_so_far(snapshot.flat))
         self._snapshot = snapshot
         self._started = started
         self._afterwards = afterwards
         self._process = os.getpid()
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()  # entered itself: Ctrl-C inside Condition.__exit__ would leave it locked
+        self._changed = threading.Condition(self._lock)
         self._done = False
         self._report: SaveReport | None = None
         self._error: BaseException | None = None
-        self._asked = False  # somebody has been told how it ended, or waits for that
+        self._askers = 0  # who will be told how it ended: they wait for that
+        self._told = False
+        self._logged = False
         self._callbacks: list[Callback] = []
 
     def done(self) -> bool:
@@ -209,14 +220,14 @@ class PendingSave:
         """Stop it between two blocks, with the old file left in place. False if it has ended, or is being published."""
         self._check_process()
         if _worker.forget(self):
-            self._snapshot.end()
-            self._finish(None, cancelled(self.path))
+            self._end_before_it_began()
             return True
         return self._snapshot.stop(lambda: cancelled(self.path))
 
     def add_done_callback(self, fn: Callback) -> None:
         """Call ``fn(self)`` when it has ended, in the saving thread; at once if it has already."""
-        with self._changed:
+        self._check_process()
+        with self._lock:
             if not self._done:
                 self._callbacks.append(fn)
                 return
@@ -234,9 +245,10 @@ class PendingSave:
             with contextlib.suppress(RuntimeError):  # the loop has been closed: nobody awaits any more
                 loop.call_soon_threadsafe(end)
 
-        self.add_done_callback(tell)
-        yield from ended
-        return self.result()
+        with self._asking():
+            self.add_done_callback(tell)
+            yield from ended
+            return self.result()
 
     def __enter__(self) -> Self:
         return self
@@ -253,13 +265,26 @@ class PendingSave:
 
     def _wait(self, timeout: float | None) -> bool:
         self._check_process()
-        with self._changed:
-            before, self._asked = self._asked, True
+        with self._asking(), self._lock:
             if not self._changed.wait_for(lambda: self._done, timeout):
-                self._asked = before
                 return False
+            self._told = True
         _forget_failure(self)
         return True
+
+    @contextlib.contextmanager
+    def _asking(self) -> Iterator[None]:
+        """Whoever is in the block will be told how it ended, and leaves it to the others if that does not come to pass."""
+        counted = 0
+        try:
+            with self._lock:
+                self._askers += 1
+                counted = 1  # no call in between, so no interrupt
+            yield
+        finally:
+            with self._lock:
+                self._askers -= counted
+            self._log_unless_asked()
 
     def _wait_until_staged(self) -> None:
         if self._process == os.getpid():  # a child made by fork has copies of its own
@@ -272,17 +297,17 @@ class PendingSave:
     def _run(self) -> None:
         """The whole save, in the thread."""
         assert self._work is not None
-        (job, context), self._work = self._work, None
+        (job, context, devices_work), self._work = self._work, None
         snapshot = self._snapshot
         try:
-            report = context.run(job.run, snapshot.flat, started=self._started, watcher=snapshot)
+            report = context.run(job.run, snapshot.flat, started=self._started, watcher=snapshot, work=devices_work)
         except BaseException as error:
             _forget_frames(error)  # they hold the tensors
             snapshot.end()
             self._finish(None, error)
         else:
             snapshot.end()
-            zero_copy_nbytes = min(report.zero_copy_nbytes, report.nbytes - snapshot.staged_nbytes)
+            zero_copy_nbytes = snapshot.zero_copy_nbytes
             copied_nbytes = report.nbytes - zero_copy_nbytes
             if self._afterwards is not None:
                 try:
@@ -291,25 +316,33 @@ class PendingSave:
                     log.exception("%s: what follows on the background save failed; the file is published", self.path)
             self._finish(replace(report, zero_copy_nbytes=zero_copy_nbytes, copied_nbytes=copied_nbytes), None)
 
+    def _end_before_it_began(self) -> None:
+        self._work = None
+        self._snapshot.end()
+        self._finish(None, cancelled(self.path))
+
     def _finish(self, report: SaveReport | None, error: BaseException | None) -> None:
-        with self._changed:
-            self._report, self._error, self._done = report, error, True
-            callbacks, self._callbacks = self._callbacks, []
-            self._changed.notify_all()
-        for fn in callbacks:
-            self._call(fn)
-        if error is None or self.cancelled():
-            return
-        with self._changed:
-            if self._asked:
+        with self._asking():  # the callbacks may ask
+            with self._lock:
+                self._report, self._error, self._done = report, error, True
+                if error is not None and not self.cancelled():
+                    _failures.append(self)
+                callbacks, self._callbacks = self._callbacks, []
+                self._changed.notify_all()
+            for fn in callbacks:
+                self._call(fn)
+
+    def _log_unless_asked(self) -> None:
+        with self._lock:
+            if self._told or self._logged or self._askers or self not in _failures:
                 return
-            _failures.append(self)
-        log.error("%s: the background save failed, and nobody has asked about it yet", self.path, exc_info=error)
+            self._logged = True
+        log.error("%s: the background save failed, and nobody has asked about it yet", self.path, exc_info=self._error)
 
     def _call(self, fn: Callback) -> None:
         try:
             fn(self)
-        except Exception:
+        except (Exception, SystemExit):  # which would end the saving thread, and no more
             log.exception("%s: a callback of the background save failed", self.path)
 
 
@@ -317,7 +350,10 @@ class _Worker:
     """Carries out saves one after another. Its thread ends when there is nothing to do, and the interpreter waits for it."""
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()  # entered itself, as in PendingSave
+        self._changed = threading.Condition(self._lock)
+        self._turn = threading.Lock()  # held by the thread that carries out
+        self._carrier = 0  # its identity
         self._queue: deque[PendingSave] = deque()
         self._unfinished = 0  # saves, and calls that prepare one
         self._thread: threading.Thread | None = None
@@ -325,33 +361,38 @@ class _Worker:
     @contextlib.contextmanager
     def place(self, max_pending: int) -> Iterator[_Place]:
         """Wait until fewer saves are unfinished; the place is given up again if the body fails before it is taken."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._unfinished < max_pending)
-            self._unfinished += 1
         place = _Place(self)
         try:
+            with self._lock:
+                self._changed.wait_for(lambda: self._unfinished < max_pending)
+                self._unfinished += 1
+                place.held = True  # no call in between, so no interrupt
             yield place
         finally:
-            if not place.taken:
+            if place.held and not place.taken:
                 self._leave()
 
-    def enqueue(self, pending: PendingSave) -> bool:
+    def enqueue(self, pending: PendingSave, place: _Place) -> bool:
         """Have ``pending`` carried out; False if no thread is to be had for it (the interpreter ends)."""
-        with self._changed:
+        with self._lock:
+            place.taken = True  # no call in between, so no interrupt
             self._queue.append(pending)
-            if self._thread is None:
-                # No daemon: at exit the interpreter waits for its end, and with it for all saves.
-                self._thread = threading.Thread(target=self.carry_out_all, name="fastpersist-save", daemon=False)
-                try:
-                    self._thread.start()
-                except RuntimeError:
-                    self._thread = None
-                    return False
+            if self._thread is not None:
+                return True
+            if not threading.main_thread().is_alive():
+                return False  # nobody would wait for a new thread any more
+            # No daemon: at exit the interpreter waits for its end, and with it for all saves.
+            thread = threading.Thread(target=self.carry_out_all, name="fastpersist-save", daemon=False)
+            try:
+                thread.start()
+            except RuntimeError:
+                return False
+            self._thread = thread
             return True
 
     def forget(self, pending: PendingSave) -> bool:
         """Take ``pending`` out of the queue; False if it has begun."""
-        with self._changed:
+        with self._lock:
             if pending not in self._queue:
                 return False
             self._queue.remove(pending)
@@ -359,25 +400,30 @@ class _Worker:
         return True
 
     def is_this_thread(self) -> bool:
-        """True in the saving thread."""
-        return self._thread is threading.current_thread()
+        """True in the thread that saves now."""
+        return self._carrier == threading.get_ident()
 
     def carry_out_all(self) -> None:
         """All saves in the queue, in the calling thread."""
-        while (pending := self._next()) is not None:
-            pending._run()
-            del pending  # whoever waits for the next one keeps nothing of this one alive
-            self._leave()
+        with self._turn:  # one after another, should an interrupt have left a thread behind that is not known here
+            self._carrier = threading.get_ident()
+            try:
+                while (pending := self._next()) is not None:
+                    pending._run()
+                    del pending  # whoever waits for the next one keeps nothing of this one alive
+                    self._leave()
+            finally:
+                self._carrier = 0
 
     def _next(self) -> PendingSave | None:
-        with self._changed:
+        with self._lock:
             if self._queue:
                 return self._queue.popleft()
             self._thread = None
             return None
 
     def _leave(self) -> None:
-        with self._changed:
+        with self._lock:
             self._unfinished -= 1
             self._changed.notify_all()
 
@@ -387,12 +433,12 @@ class _Place:
 
     def __init__(self, worker: _Worker) -> None:
         self._worker = worker
+        self.held = False
         self.taken = False
 
     def take(self, pending: PendingSave) -> bool:
         """Have ``pending`` carried out; False if the caller must do so, after it has made the copies."""
-        self.taken = True
-        return self._worker.enqueue(pending)
+        return self._worker.enqueue(pending, self)
 
 
 _worker = _Worker()
@@ -400,19 +446,20 @@ _failures: list[PendingSave] = []  # that nobody has asked about
 
 
 def _raise_what_nobody_asked_about() -> None:
-    while _failures:
-        pending = _failures.pop(0)
+    for pending in _failures.copy():
+        if pending._askers or not _forget_failure(pending):
+            continue  # somebody else will be told, or has been
         error = pending.exception()
-        if error is not None:
-            error.add_note(
-                f"This is the failure of an earlier async_save, to {pending.path}; the save asked for now was not begun"
-            )
-            raise error
+        assert error is not None
+        error.add_note(f"This is the failure of an earlier async_save, to {pending.path}; the save asked for now was not begun")
+        raise error
 
 
-def _forget_failure(pending: PendingSave) -> None:
+def _forget_failure(pending: PendingSave) -> bool:
     with contextlib.suppress(ValueError):
         _failures.remove(pending)
+        return True
+    return False
 
 
 def _forget_frames(error: BaseException | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -57,7 +58,8 @@ def hold_next_step(optimizers: Iterable[torch.optim.Optimizer], wait: Callable[[
 def remove_idle_hooks() -> None:
     """Remove the hooks of saves that hold nothing any more. Not from within a hook: a step may be going through them."""
     for entry in [entry for entry in _hooks if entry[0]()]:
-        _hooks.remove(entry)
+        with contextlib.suppress(ValueError):  # another thread was faster
+            _hooks.remove(entry)
         entry[1].remove()
 
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import torch
+
+from tests import gated
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -13,3 +16,24 @@ def cache_directory_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> Iter
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         yield
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[gated.Gate]:
+    """The gate of engine "gated", which exists within the test; it is opened at the end."""
+    gate = gated.install(monkeypatch)
+    yield gate
+    gate.open()
+    gated.wait_until_idle()
+
+
+@pytest.fixture
+def nothing_left(gate: gated.Gate) -> Iterator[None]:
+    """The test must leave no background save, no failure unheard of, no memory lent."""
+    gated.assert_nothing_left()
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)  # torch's threads spin where the machine is busy
+    yield
+    torch.set_num_threads(before)
+    gate.open()
+    gated.assert_nothing_left()

@@ -7,9 +7,11 @@ once its last block has been copied or written. A large storage is staged on who
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import itertools
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -19,10 +21,11 @@ from fastpersist.archive.layout import DATA_ALIGNMENT, LARGE_NBYTES, ArchivePlan
 from fastpersist.archive.pickling import FlatObject
 from fastpersist.errors import SaveCancelledError
 from fastpersist.memory.alignment import PAGE_NBYTES, round_up
+from fastpersist.memory.buffers import AlignedBuffer
 from fastpersist.memory.pages import view_memory
 from fastpersist.memory.staging import StagingMemory
-from fastpersist.transfer.extents import Extent
-from fastpersist.transfer.staging import copy_from_device
+from fastpersist.transfer.device import copy_out
+from fastpersist.transfer.extents import Direct, Extent
 from fastpersist.transfer.writer import Watcher
 
 _PARALLEL_NBYTES = 4 << 20  # from here on torch's threads copy faster than one
@@ -48,33 +51,41 @@ class Snapshot(Watcher):
             addresses[index] = self._buffer.address + place
         self.flat = replace(flat, addresses=addresses)
         self.staged_nbytes = int(sum(flat.storage_nbytes[index] for index in self._order))
+        self.zero_copy_nbytes = 0  # of storages that are not staged; known once the file is planned
         unstaged = [index for index, size in enumerate(flat.storage_nbytes) if size and index not in places]
         self._kept = _Unstaged(unstaged)
         self._excess = _Unstaged([index for index in unstaged if index not in keep])
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()  # entered itself: Ctrl-C inside Condition.__exit__ would leave it locked
+        self._changed = threading.Condition(self._lock)
         self._copied = 0  # storages of self._order
         self._stop: Callable[[], BaseException] | None = None
         self._published = False
         self._over = False
-        self._buffer_users = 2  # whoever copies, and the save
+        self._buffer_users = {"copy", "save"}
         self._starts: Sequence[int] = ()
 
     def copy(self) -> None:
         """Copy what is staged, once; ends early if the save has ended or was told to stop."""
         try:
-            for index in self._order:
-                if self._over or self._stop is not None:
-                    break
-                _copy(self._source, index, self.flat.addresses[index])
-                with self._changed:
-                    self._copied += 1
-                    self._changed.notify_all()
+            with contextlib.closing(_copies(self._source, self._order, self.flat.addresses, self._buffer)) as progress:
+                for copied in progress:
+                    with self._lock:
+                        self._copied = copied
+                        self._changed.notify_all()
+                    if self._over or self._stop is not None:
+                        break
         finally:
-            self._leave_buffer()
+            self.end_copying()
 
-    def _leave_buffer(self) -> None:
-        with self._changed:
-            self._buffer_users -= 1
+    def end_copying(self) -> None:
+        """No more copies are made. Harmless when repeated."""
+        self._leave_buffer("copy")
+
+    def _leave_buffer(self, user: str) -> None:
+        with self._lock:
+            if user not in self._buffer_users:
+                return
+            self._buffer_users.remove(user)
             if self._buffer_users:
                 return
             del self._source, self.flat  # whoever keeps the PendingSave keeps no tensor
@@ -84,17 +95,17 @@ class Snapshot(Watcher):
 
     def wait_until_copied(self) -> None:
         """Wait until the caller may change all storages but those that it leaves alone."""
-        with self._changed:
+        with self._lock:
             self._changed.wait_for(lambda: self._over or (self._copied == len(self._order) and self._excess.blocks_left == 0))
 
     def wait_until_free(self) -> None:
         """Wait until the caller may change all storages again."""
-        with self._changed:
+        with self._lock:
             self._changed.wait_for(self._is_free)
 
     def is_free(self) -> bool:
         """True once the caller may change all storages again."""
-        with self._changed:
+        with self._lock:
             return self._is_free()
 
     def _is_free(self) -> bool:
@@ -102,7 +113,7 @@ class Snapshot(Watcher):
 
     def stop(self, reason: Callable[[], BaseException]) -> bool:
         """Make the save raise ``reason()`` before its next block, or before it is published; False if it is too late."""
-        with self._changed:
+        with self._lock:
             if self._published or self._over:
                 return False
             self._stop = reason
@@ -110,19 +121,23 @@ class Snapshot(Watcher):
             return True
 
     def end(self) -> None:
-        """The save has ended, and reads nothing any more. Called once, as ``copy`` is: after both the copies are dropped."""
-        with self._changed:
+        """The save has ended, and reads nothing any more. After this and ``copy`` the copies are dropped."""
+        with self._lock:
             self._over = True
             self._changed.notify_all()
-        self._leave_buffer()
+        self._leave_buffer("save")
 
     def planned(self, plan: ArchivePlan, blocks: Sequence[Extent]) -> None:
         """Find out which blocks wait for which copies, and up to where the file holds bytes of unstaged storages."""
         record_of = np.zeros(len(self._source.storages), np.int64)
         holding = np.flatnonzero(plan.storages >= 0)
         record_of[plan.storages[holding]] = holding
+        staged = set(self._order)
+        self.zero_copy_nbytes = sum(
+            block.nbytes for block in blocks if isinstance(block, Direct) and int(plan.storages[block.record]) not in staged
+        )
         ends = plan.data_offsets[record_of] + plan.nbytes[record_of]
-        with self._changed:
+        with self._lock:
             self._starts = plan.data_offsets[record_of[self._order]].tolist()
             for unstaged in (self._kept, self._excess):
                 unstaged.planned(ends, blocks)
@@ -131,13 +146,13 @@ class Snapshot(Watcher):
     def before(self, block: Extent) -> None:
         """Wait until all copies that lie in ``block`` have been made. Raises what ``stop`` was told to."""
         needed = int(np.searchsorted(self._starts, block.file_offset + block.nbytes))
-        with self._changed:
+        with self._lock:
             self._changed.wait_for(lambda: self._stop is not None or self._copied >= needed)
             self._raise_if_stopped()
 
     def released(self, block: Extent) -> None:
         """Count the blocks of unstaged storages."""
-        with self._changed:
+        with self._lock:
             for unstaged in (self._kept, self._excess):
                 unstaged.released(block)
             if not self._kept.blocks_left or not self._excess.blocks_left:
@@ -145,7 +160,7 @@ class Snapshot(Watcher):
 
     def publishing(self) -> None:
         """From now on it is too late to stop."""
-        with self._changed:
+        with self._lock:
             self._raise_if_stopped()
             self._published = True
 
@@ -190,11 +205,30 @@ def _arrange(order: Sequence[int], sizes: Sequence[int], max_nbytes: int) -> tup
     return places, cursor
 
 
+def _copies(
+    flat: FlatObject, order: Sequence[int], addresses: Sequence[int], memory: AlignedBuffer | None
+) -> Generator[int, None, None]:
+    """Copy storages in this order to their addresses in ``memory``; yields how many are there, at first none."""
+    yield 0
+    done = 0
+    for on_host, run in itertools.groupby(order, key=lambda index: bool(flat.addresses[index])):
+        indices = list(run)
+        if on_host:
+            for copied, index in enumerate(indices, start=1):
+                _copy(flat, index, addresses[index])
+                yield done + copied
+        else:
+            assert memory is not None
+            # Closed with the iteration, whatever ends it: no device copies into memory that is given back.
+            with contextlib.closing(copy_out(flat, indices, addresses, memory)) as progress:
+                for copied in progress:
+                    yield done + copied
+        done += len(indices)
+
+
 def _copy(flat: FlatObject, index: int, address: int) -> None:
-    storage, nbytes = flat.storages[index], flat.storage_nbytes[index]
-    if not flat.addresses[index]:
-        copy_from_device(storage, 0, view_memory(address, nbytes))
-    elif nbytes < _PARALLEL_NBYTES:
+    nbytes = flat.storage_nbytes[index]
+    if nbytes < _PARALLEL_NBYTES:
         ctypes.memmove(address, flat.addresses[index], nbytes)
     else:
         source, target = view_memory(flat.addresses[index], nbytes), view_memory(address, nbytes)
