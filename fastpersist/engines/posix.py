@@ -23,12 +23,14 @@ class PosixEngine(Engine):
         self._done: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
         # Started now: Python >= 3.12 refuses new threads once the interpreter shuts down, when a last save may still run.
         work = (self._todo, self._done, self._transfer)
-        self._threads = [
-            threading.Thread(target=_work, args=work, name=f"fastpersist-{self.name}-{index}", daemon=True)
-            for index in range(min(queue_depth, MAX_THREADS))
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._threads: list[threading.Thread] = []
+        for index in range(min(queue_depth, MAX_THREADS)):
+            thread = threading.Thread(target=_work, args=work, name=f"fastpersist-{self.name}-{index}", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:
+                break  # those that there are do the work, or else whoever submits it
+            self._threads.append(thread)
 
     @staticmethod
     def _transfer(request: Request) -> int:
@@ -36,7 +38,10 @@ class PosixEngine(Engine):
         return transfer_host_memory(request)
 
     def _start(self, ticket: int, request: Request) -> None:
-        self._todo.put((ticket, request))
+        if self._threads:
+            self._todo.put((ticket, request))
+        else:
+            self._done.put((ticket, self._transfer(request)))
 
     def _collect(self, timeout: float | None) -> list[tuple[int, int]]:
         results: list[tuple[int, int]] = []

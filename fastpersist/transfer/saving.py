@@ -13,7 +13,7 @@ import numpy as np
 
 from fastpersist.archive.layout import LARGE_NBYTES, LAYOUTS, ArchivePlan, Int64Array, plan
 from fastpersist.archive.pickling import FlatObject
-from fastpersist.engines import DEFAULT_BLOCK_NBYTES, Engine, File, Memory
+from fastpersist.engines import DEFAULT_BLOCK_NBYTES, Engine, File, Memory, engine_class
 from fastpersist.errors import RecycleRefusedError, as_transfer_error
 from fastpersist.memory.alignment import PAGE_NBYTES, round_up
 from fastpersist.memory.buffers import shared_pool
@@ -69,12 +69,14 @@ class SaveJob:
 
         Raises what resolve_target and the options raise; nothing has been touched then.
         """
+        if isinstance(engine, str) and engine != "auto":
+            engine_class(engine)  # raises for an unknown name
         if layout not in LAYOUTS:
             raise ValueError(f"unknown layout {layout!r}: use one of {', '.join(map(repr, LAYOUTS))}")
         return cls(
             resolve_target(path), _prefix(path), engine, resolve_block_nbytes(block_nbytes, engine, path),
             resolve_queue_depth(queue_depth, engine, path), checksum, durable, layout,
-            None if recycle is None else os.fsdecode(recycle), must_recycle, progress,
+            None if recycle is None else os.path.abspath(os.fsdecode(recycle)), must_recycle, progress,
         )  # fmt: skip
 
     def run(

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import logging
+import threading
 from pathlib import Path
 
 import pytest
+import torch
 
+import fastpersist
 from fastpersist import engines
 from fastpersist.engines import Availability, available, engine_class, open_engine
 from fastpersist.engines.posix import PosixEngine
@@ -54,3 +57,22 @@ def test_posix_threads_end_with_the_engine() -> None:
     assert [thread.is_alive() for thread in engine._threads] == [True] * 5
     engine.close()
     assert [thread.is_alive() for thread in engine._threads] == [False] * 5
+
+
+@pytest.mark.parametrize("started", [0, 2])
+def test_posix_does_with_fewer_threads_where_no_more_are_to_be_had(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, started: int
+) -> None:
+    """Python >= 3.12 refuses new ones at the end of the interpreter, when a last save may still run."""
+    real, left = threading.Thread.start, [None] * started
+
+    def start(thread: threading.Thread) -> None:
+        if not left:
+            raise RuntimeError("can't create new thread at interpreter shutdown")
+        left.pop()
+        real(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    fastpersist.save({"weights": torch.arange(3_000_000)}, tmp_path / "model.pt", engine="posix", block_nbytes=1 << 20)
+    monkeypatch.undo()
+    assert torch.equal(torch.load(tmp_path / "model.pt")["weights"], torch.arange(3_000_000))
