@@ -113,7 +113,7 @@ class _StoragePickler(pickle.Pickler):
         kind = type(obj)
         if kind in self._no_storages:
             return None
-        if issubclass(kind, torch.UntypedStorage):
+        if issubclass(kind, _UntypedStorage):
             if self._shortcut_dtype is not None:
                 dtype, self._shortcut_dtype = self._shortcut_dtype, None
                 self.persistent_id = _answer_none  # type: ignore[method-assign]  # as far as the tensor's last member
@@ -132,15 +132,15 @@ class _StoragePickler(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         """What Tensor.__reduce_ex__ returns for a plain tensor, in a fraction of the time; all others take the usual way."""
         kind = type(obj)
-        if kind is torch.Tensor and self._shortcut and _is_plain(obj):
+        if kind is _Tensor and self._shortcut and _is_plain(obj):
             self._shortcut_dtype = obj.dtype
-            return torch._utils._rebuild_tensor_v2, (
+            return _rebuild_tensor, (
                 obj.untyped_storage(), obj.storage_offset(), tuple(obj.shape), obj.stride(), obj.requires_grad,
                 _LastMember(),
             )  # fmt: skip
         if kind is _LastMember:  # torch puts an empty OrderedDict there
             self.persistent_id = self._find_storage  # type: ignore[method-assign]
-            return collections.OrderedDict, ()
+            return _OrderedDict, ()
         return NotImplemented
 
     def _identify(
@@ -169,6 +169,10 @@ def _location(storage: torch.UntypedStorage, holder: Any) -> str:
     return location
 
 
+# Looked up once, and not for each tensor: together that takes a tenth of its time.
+_Tensor, _UntypedStorage, _strided, _OrderedDict = torch.Tensor, torch.UntypedStorage, torch.strided, collections.OrderedDict
+_rebuild_tensor = torch._utils._rebuild_tensor_v2
+_get_metadata = torch._C._get_tensor_metadata  # type: ignore[attr-defined]
 _TORCHS_REDUCE_EX = torch.Tensor.__reduce_ex__
 _STORAGE_TYPES = {dtype: getattr(torch, name) for dtype, name in torch.storage._dtype_to_storage_type_map().items()}
 _has_names = getattr(torch.Tensor, "has_names", None)  # older torch has named tensors, and refuses to pickle them
@@ -178,12 +182,12 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     """True for one in host memory without anything special; newer dtypes are pickled as untyped storages, another way."""
     return (
         tensor.is_cpu
-        and tensor.layout is torch.strided
+        and tensor.layout is _strided
         and tensor.dtype in _STORAGE_TYPES
         and not tensor.is_quantized
         and not tensor.is_nested
         and not tensor.__dict__
         and not (_has_names is not None and _has_names(tensor))
         and tensor._backward_hooks is None
-        and not torch._C._get_tensor_metadata(tensor)  # type: ignore[attr-defined]
+        and not _get_metadata(tensor)
     )

@@ -68,6 +68,12 @@ _FUNCTIONS = {
     "io_uring_unregister_buffers": (_int, (_pointer,)),
 }
 
+_WITH_THE_GIL = (
+    "io_uring_get_sqe", "io_uring_prep_write", "io_uring_prep_read", "io_uring_prep_write_fixed", "io_uring_prep_read_fixed",
+    "io_uring_sqe_set_data64", "io_uring_sqe_set_flags", "io_uring_peek_batch_cqe", "io_uring_cq_advance",
+)  # fmt: skip
+"""They touch a few bytes and never wait. A thread that lets go of the GIL waits up to 5 ms for another to give it back."""
+
 
 def _candidates() -> list[str]:
     """Shared objects to try, in order. The wheel's package is located without being imported."""
@@ -93,8 +99,9 @@ def load() -> ctypes.CDLL:
             tried.append(f"{candidate}: lacks {', '.join(missing)}")
             continue
         for name, (result, arguments) in _FUNCTIONS.items():
-            function = getattr(library, name)
+            function = getattr(ctypes.PyDLL(candidate) if name in _WITH_THE_GIL else library, name)
             function.restype, function.argtypes = result, arguments
+            setattr(library, name, function)
         return library
     raise EngineUnavailableError(
         "io_uring",
