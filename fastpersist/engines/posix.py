@@ -24,13 +24,17 @@ class PosixEngine(Engine):
         # Started now: Python >= 3.12 refuses new threads once the interpreter shuts down, when a last save may still run.
         work = (self._todo, self._done, self._transfer)
         self._threads: list[threading.Thread] = []
-        for index in range(min(queue_depth, MAX_THREADS)):
-            thread = threading.Thread(target=_work, args=work, name=f"fastpersist-{self.name}-{index}", daemon=True)
-            try:
+        try:
+            for index in range(min(queue_depth, MAX_THREADS)):
+                thread = threading.Thread(target=_work, args=work, name=f"fastpersist-{self.name}-{index}", daemon=True)
+                self._threads.append(thread)
                 thread.start()
-            except RuntimeError:
-                break  # those that there are do the work, or else whoever submits it
-            self._threads.append(thread)
+        except RuntimeError:
+            self._threads.pop()  # those that there are do the work, or else whoever submits it
+        except BaseException:
+            for _ in self._threads:
+                self._todo.put(None)
+            raise
 
     @staticmethod
     def _transfer(request: Request) -> int:
