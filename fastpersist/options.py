@@ -14,6 +14,7 @@ from fastpersist.engines import (
     MAX_QUEUE_DEPTH,
     MAX_TRANSFER_NBYTES,
     Engine,
+    engine_class,
     open_engine,
 )
 from fastpersist.errors import AlignmentError
@@ -94,15 +95,13 @@ def is_free_choice(engine: str | Engine, path: Path) -> bool:
     return engine == named == "auto" and _profile(engine, path) is None
 
 
-@contextlib.contextmanager
-def ready_engine(engine: str | Engine, path: str, block_nbytes: int, queue_depth: int) -> Iterator[Engine]:
-    """The engine to use: an open one as it is (and left open), or one opened by name for this call.
+def choose_engine(engine: str | Engine, path: Path) -> str | Engine:
+    """An open engine as it is; of a name, the one that it stands for: the environment's or the profile's for "auto".
 
-    Raises ValueError for an unknown name, EngineUnavailableError for a known one that cannot run here.
+    Raises TypeError for what is neither, ValueError for an unknown name and for one that makes no sense by name.
     """
     if isinstance(engine, Engine):
-        yield engine
-        return
+        return engine
     if not isinstance(engine, str):
         raise TypeError(f"engine must be a name or an open engine, not {type(engine).__name__}")
     if engine == "auto":
@@ -113,5 +112,20 @@ def ready_engine(engine: str | Engine, path: str, block_nbytes: int, queue_depth
             "engine='memory' would drop the bytes with the engine: open it with open_engine('memory'), pass that, and read "
             "the file back with its contents(path)"
         )
-    with open_engine(engine, path=path, block_nbytes=block_nbytes, queue_depth=queue_depth) as opened:
+    if engine != "auto":
+        engine_class(engine)
+    return engine
+
+
+@contextlib.contextmanager
+def ready_engine(engine: str | Engine, path: str, block_nbytes: int, queue_depth: int) -> Iterator[Engine]:
+    """The engine to use: an open one as it is (and left open), or one opened by name for this call.
+
+    Raises as choose_engine does, and EngineUnavailableError for a known one that cannot run here.
+    """
+    chosen = choose_engine(engine, path)
+    if isinstance(chosen, Engine):
+        yield chosen
+        return
+    with open_engine(chosen, path=path, block_nbytes=block_nbytes, queue_depth=queue_depth) as opened:
         yield opened

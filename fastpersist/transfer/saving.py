@@ -13,11 +13,11 @@ import numpy as np
 
 from fastpersist.archive.layout import LARGE_NBYTES, LAYOUTS, ArchivePlan, Int64Array, plan
 from fastpersist.archive.pickling import FlatObject
-from fastpersist.engines import DEFAULT_BLOCK_NBYTES, Engine, File, Memory, engine_class
+from fastpersist.engines import DEFAULT_BLOCK_NBYTES, Engine, File, Memory
 from fastpersist.errors import RecycleRefusedError, as_transfer_error
 from fastpersist.memory.alignment import PAGE_NBYTES, round_up
 from fastpersist.memory.buffers import shared_pool
-from fastpersist.options import is_free_choice, ready_engine, resolve_block_nbytes, resolve_queue_depth
+from fastpersist.options import choose_engine, is_free_choice, ready_engine, resolve_block_nbytes, resolve_queue_depth
 from fastpersist.progress import Progress, ProgressCounter, progress_reporter
 from fastpersist.reports import SaveReport
 from fastpersist.transfer.cuda import CUDA
@@ -69,8 +69,7 @@ class SaveJob:
 
         Raises what resolve_target and the options raise; nothing has been touched then.
         """
-        if isinstance(engine, str) and engine != "auto":
-            engine_class(engine)  # raises for an unknown name
+        choose_engine(engine, path)  # for its errors: the engine itself is opened when there is something to write
         if layout not in LAYOUTS:
             raise ValueError(f"unknown layout {layout!r}: use one of {', '.join(map(repr, LAYOUTS))}")
         return cls(
@@ -155,18 +154,18 @@ class SaveJob:
         Returns the plan and how many bytes of payload went through a buffer.
         """
         addresses, devices = np.array(flat.addresses, np.int64), cuda_devices(flat)
-        reached = (
-            addresses if not work or Memory.DEVICE not in engine.capabilities.memory else _reach(flat, addresses, devices, work)
-        )
+        reachable = addresses  # for the engine: device memory, too, where it can move that
+        if work and Memory.DEVICE in engine.capabilities.memory:
+            reachable = _with_device_addresses(flat, addresses, devices, work)
         archive = plan(
             self.prefix,
             flat.pickle_bytes,
             np.array(flat.storage_nbytes, np.int64),
-            residues(reached, np.where(devices >= 0, PAGE_NBYTES, file.memory_alignment)),
+            residues(reachable, np.where(devices >= 0, PAGE_NBYTES, file.memory_alignment)),
             self.layout,
         )
         cut_nbytes = max(PAGE_NBYTES, file.offset_alignment)
-        blocks = self._blocks(archive, reached, devices, file, cut_nbytes)
+        blocks = self._blocks(archive, reachable, devices, file, cut_nbytes)
         watcher.planned(archive, blocks)
 
         def fetch(storage: int, start: int, target: memoryview) -> None:
@@ -200,14 +199,14 @@ class SaveJob:
         return list(cut_into_blocks(extents, round_up(self.block_nbytes, cut_nbytes), round_up(assembled_nbytes, cut_nbytes)))
 
 
-def _reach(flat: FlatObject, addresses: Int64Array, devices: Int64Array, work: WorkSoFar) -> Int64Array:
+def _with_device_addresses(flat: FlatObject, addresses: Int64Array, devices: Int64Array, work: WorkSoFar) -> Int64Array:
     """The address of each storage, on devices too. An engine knows no streams: what produces the bytes has ended then."""
     for event in work.values():
         CUDA.synchronize(event)
-    reached = addresses.copy()
+    everywhere = addresses.copy()
     for index in np.flatnonzero(devices >= 0).tolist():
-        reached[index] = flat.storages[index].data_ptr()
-    return reached
+        everywhere[index] = flat.storages[index].data_ptr()
+    return everywhere
 
 
 def _max_blocks(flat: FlatObject, block_nbytes: int) -> int:

@@ -154,9 +154,8 @@ def _pieces(block: Extent, image: ArchiveImage, on_devices: DeviceSources, buffe
 def _write_direct(file: File, block: Direct) -> Write:
     if block.device < 0:
         return Write(file, block.address, block.nbytes, block.file_offset)
-    return Write(
-        file, block.address, block.nbytes, block.file_offset, memory=Memory.DEVICE, device_index=block.device
-    )  # fmt: skip
+    memory, device = Memory.DEVICE, block.device
+    return Write(file, block.address, block.nbytes, block.file_offset, memory=memory, device_index=device)
 
 
 def _release(watcher: Watcher, block: Extent, reached: int) -> None:

@@ -691,3 +691,11 @@ def test_too_late_to_cancel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert not pending.cancel()
     assert not pending.cancelled()
     assert_saved(tmp_path / "a.pt", state())
+
+
+@pytest.mark.parametrize("engine", ["memory", "nonesuch", 5])
+def test_an_engine_that_makes_no_sense_is_refused_in_the_call(tmp_path: Path, nothing_left: None, engine: Any) -> None:
+    """And not in the thread, where it would be somebody else's failure."""
+    with pytest.raises((ValueError, TypeError), match="engine"):
+        fastpersist.async_save([1], tmp_path / "model.pt", engine=engine)
+    assert list(tmp_path.iterdir()) == []
