@@ -1,29 +1,24 @@
-"""From an object to data.pkl and the storages that it refers to: one of the two files that touch torch's internals.
-
-The pickle is byte for byte the one that torch.save writes (torch/serialization.py, ``_save``): a storage is pickled as
-the persistent id ("storage", type, key, location, numel), with keys "0", "1", ... in the order of first meeting.
-"""
+"""From an object to data.pkl and the storages that it refers to. The pickle is byte for byte the one that torch.save writes."""
 
 from __future__ import annotations
 
-import collections
 import contextlib
-import copyreg
 import gc
 import io
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Self
 
 import torch
+
+from fastpersist.archive.collecting import StorageCollector
+from fastpersist.archive.direct_pickling import DirectPickler
 
 PICKLE_PROTOCOLS = (2, 3)
 """What torch.load(weights_only=True) accepts."""
 
+_MANY_ENTRIES = 50  # below, the pickler in C is faster
 _MANY_OBJECTS = 10_000
-
-PersistentId = tuple[str, type, str, str, int]
 
 
 @dataclass(frozen=True)
@@ -53,11 +48,40 @@ def flatten(obj: object, protocol: int = 2) -> FlatObject:
     """
     if protocol not in PICKLE_PROTOCOLS:
         raise ValueError(f"pickle_protocol must be 2 or 3, not {protocol!r}: torch.load(weights_only=True) reads no other")
+    with garbage_collector_paused():
+        pickle_bytes, pickler = _pickle_directly(obj, protocol) or _pickle_in_c(obj, protocol)
+    return FlatObject(pickle_bytes, pickler.storages, pickler.storage_nbytes, pickler.addresses)
+
+
+def _pickle_directly(obj: object, protocol: int) -> tuple[bytes, StorageCollector] | None:
+    if _entries(obj) < _MANY_ENTRIES:
+        return None
+    pickler = DirectPickler(protocol)
+    try:
+        return pickler.run(obj), pickler
+    except Exception:  # it does not pay, or the object cannot be pickled: the other pickler shows it, by errors of its own
+        return None
+
+
+def _pickle_in_c(obj: object, protocol: int) -> tuple[bytes, StorageCollector]:
     buffer = io.BytesIO()
-    pickler = _StoragePickler(buffer, protocol)
-    with garbage_collector_paused(), pickler:
-        pickler.dump(obj)
-    return FlatObject(buffer.getvalue(), pickler.storages, pickler.storage_nbytes, pickler.addresses)
+    pickler = _PicklerInC(buffer, protocol)
+    pickler.dump(obj)
+    return buffer.getvalue(), pickler
+
+
+def _entries(obj: object) -> int:
+    """Entries of a list or dict and of those in it."""
+    if not isinstance(obj, list | tuple | dict):
+        return 0
+    values = obj.values() if isinstance(obj, dict) else obj
+    return len(obj) + sum(len(value) for value in values if isinstance(value, list | tuple | dict))
+
+
+class _PicklerInC(StorageCollector, pickle.Pickler):
+    def __init__(self, buffer: io.BytesIO, protocol: int) -> None:
+        StorageCollector.__init__(self)
+        pickle.Pickler.__init__(self, buffer, protocol=protocol)
 
 
 @contextlib.contextmanager
@@ -75,119 +99,3 @@ def garbage_collector_paused() -> Iterator[None]:
                 gc.freeze()  # together they move what was made into the oldest generation: it is looked through once,
                 gc.unfreeze()  # in the next full collection, and not right now
             gc.enable()
-
-
-class _LastMember:
-    """Stands for the last member of a plain tensor."""
-
-
-_answer_none: Callable[[object], None] = collections.deque[object](maxlen=0).append  # to any object, without running Python
-
-
-class _StoragePickler(pickle.Pickler):
-    """Use it within its with block, and once."""
-
-    def __init__(self, buffer: io.BytesIO, protocol: int) -> None:
-        super().__init__(buffer, protocol=protocol)
-        self.storages: list[torch.UntypedStorage] = []  # strong references: a key stands for an address that must not be reused
-        self.storage_nbytes: list[int] = []
-        self.addresses: list[int] = []
-        # A program may have taught pickle its own way with tensors, which then goes first.
-        self._shortcut = torch.Tensor not in copyreg.dispatch_table and torch.Tensor.__reduce_ex__ is _TORCHS_REDUCE_EX
-        self._shortcut_dtype: torch.dtype | None = None  # of the tensor that took it, and whose storage is pickled next
-        self._keys: dict[int, str] = {}
-        self._dtypes: dict[int, torch.dtype] = {}
-        self._no_storages: set[type] = {str, int, tuple, dict}  # types met so far that are none of a storage
-        self._find_storage = self._storage_id  # one reference for good: no method may vanish in the middle of its own call
-        self.persistent_id = self._find_storage  # type: ignore[method-assign]
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.persistent_id = _answer_none  # type: ignore[method-assign]
-        del self._find_storage  # a cycle, which would keep all storages alive until the next garbage collection
-
-    def _storage_id(self, obj: Any) -> PersistentId | None:
-        # Called for every object of the pickle, some 19 of them for a tensor: the usual answer must come first.
-        kind = type(obj)
-        if kind in self._no_storages:
-            return None
-        if issubclass(kind, _UntypedStorage):
-            if self._shortcut_dtype is not None:
-                dtype, self._shortcut_dtype = self._shortcut_dtype, None
-                self.persistent_id = _answer_none  # type: ignore[method-assign]  # as far as the tensor's last member
-                return self._identify(obj, dtype, _STORAGE_TYPES[dtype], "cpu", on_host=True)
-            on_host = obj.device.type == "cpu"
-            return self._identify(obj, torch.uint8, torch.UntypedStorage, _location(obj, obj), on_host=on_host)
-        if issubclass(kind, torch.storage.TypedStorage):  # and the old torch.FloatStorage and its like
-            if obj.dtype not in _STORAGE_TYPES:
-                raise KeyError(f"dtype {obj.dtype} is not recognized")
-            storage, dtype = obj._untyped_storage, obj.dtype
-            on_host = storage.device.type == "cpu"
-            return self._identify(storage, dtype, _STORAGE_TYPES[dtype], _location(storage, obj), on_host=on_host)
-        self._no_storages.add(kind)
-        return None
-
-    def reducer_override(self, obj: Any) -> Any:
-        """What Tensor.__reduce_ex__ returns for a plain tensor, in a fraction of the time; all others take the usual way."""
-        kind = type(obj)
-        if kind is _Tensor and self._shortcut and _is_plain(obj):
-            self._shortcut_dtype = obj.dtype
-            return _rebuild_tensor, (
-                obj.untyped_storage(), obj.storage_offset(), tuple(obj.shape), obj.stride(), obj.requires_grad,
-                _LastMember(),
-            )  # fmt: skip
-        if kind is _LastMember:  # torch puts an empty OrderedDict there
-            self.persistent_id = self._find_storage  # type: ignore[method-assign]
-            return _OrderedDict, ()
-        return NotImplemented
-
-    def _identify(
-        self, storage: torch.UntypedStorage, dtype: torch.dtype, storage_type: type, location: str, *, on_host: bool
-    ) -> PersistentId:
-        address = storage.data_ptr()
-        if address and self._dtypes.setdefault(address, dtype) is not dtype:
-            raise RuntimeError("Cannot save multiple tensors or storages that view the same data as different types")
-        # numel x itemsize: a storage may hold a few bytes more, and torch refuses to load a record of that length.
-        numel = storage.nbytes() // dtype.itemsize
-        key = self._keys.get(storage._cdata)
-        if key is None:
-            self._keys[storage._cdata] = key = str(len(self.storages))
-            self.storages.append(storage)
-            self.storage_nbytes.append(numel * dtype.itemsize)
-            self.addresses.append(address if on_host else 0)
-        return ("storage", storage_type, key, location, numel)
-
-
-def _location(storage: torch.UntypedStorage, holder: Any) -> str:
-    """Where torch.load is to put the storage; ``holder`` may carry the device of a fake one."""
-    if storage.device.type == "meta":
-        raise ValueError("cannot save a storage on device 'meta': it has no data (save tensors on 'meta', not their storages)")
-    fake_device = getattr(holder, "_fake_device", None)
-    location: str = str(fake_device) if fake_device is not None else torch.serialization.location_tag(storage)
-    return location
-
-
-# Looked up once, and not for each tensor: together that takes a tenth of its time.
-_Tensor, _UntypedStorage, _strided, _OrderedDict = torch.Tensor, torch.UntypedStorage, torch.strided, collections.OrderedDict
-_rebuild_tensor = torch._utils._rebuild_tensor_v2
-_get_metadata = torch._C._get_tensor_metadata  # type: ignore[attr-defined]
-_TORCHS_REDUCE_EX = torch.Tensor.__reduce_ex__
-_STORAGE_TYPES = {dtype: getattr(torch, name) for dtype, name in torch.storage._dtype_to_storage_type_map().items()}
-_has_names = getattr(torch.Tensor, "has_names", None)  # older torch has named tensors, and refuses to pickle them
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    """True for one in host memory without anything special; newer dtypes are pickled as untyped storages, another way."""
-    return (
-        tensor.is_cpu
-        and tensor.layout is _strided
-        and tensor.dtype in _STORAGE_TYPES
-        and not tensor.is_quantized
-        and not tensor.is_nested
-        and not tensor.__dict__
-        and not (_has_names is not None and _has_names(tensor))
-        and tensor._backward_hooks is None
-        and not _get_metadata(tensor)
-    )
