@@ -102,6 +102,32 @@ class EngineContract(ABC):
                 engine.submit(Write(file, buffer.address, BLOCK_NBYTES, QUEUE_DEPTH * BLOCK_NBYTES, owner=buffer))
             assert len(collect(engine)) == QUEUE_DEPTH
 
+    def test_several_start_together(self, engine: Engine, path: str) -> None:
+        content = os.urandom(QUEUE_DEPTH * BLOCK_NBYTES)
+        buffer = AlignedBuffer(len(content))
+        buffer.view[:] = content
+        with engine.open(path, "w") as file:
+            blocks = range(0, len(content), BLOCK_NBYTES)
+            engine.submit(*(Write(file, buffer.address + start, BLOCK_NBYTES, start, owner=buffer) for start in blocks))
+            assert engine.in_flight == QUEUE_DEPTH
+            assert len(engine.wait(min_completions=QUEUE_DEPTH - 1)) >= QUEUE_DEPTH - 1
+            collect(engine)
+        found = self.read_back(engine, path)
+        assert found is None or found == content
+
+    @pytest.mark.parametrize("last", [{"nbytes": 0}, {"file_offset": -1}, {}])
+    def test_of_several_all_start_or_none(self, engine: Engine, path: str, last: dict[str, int]) -> None:
+        buffer = AlignedBuffer(BLOCK_NBYTES)
+        with engine.open(path, "w") as file:
+            good = Write(file, buffer.address, BLOCK_NBYTES, 0, owner=buffer)
+            bad = [replace(good, **last)] if last else [good] * QUEUE_DEPTH  # type: ignore[arg-type]
+            with pytest.raises(ValueError if last else QueueFull):
+                engine.submit(good, *bad)
+            assert engine.in_flight == 0
+            engine.submit()
+            engine.submit(good)
+            assert len(collect(engine)) == 1
+
     def test_waiting_for_nothing_returns_at_once(self, engine: Engine) -> None:
         assert engine.wait() == []
         assert engine.wait(timeout=0.0) == []
@@ -347,7 +373,7 @@ class FaultyEngine(Engine):
         else:
             self._failed.append((ticket, nbytes))
 
-    def _collect(self, timeout: float | None) -> list[tuple[int, int]]:
+    def _collect(self, timeout: float | None, at_least: int) -> list[tuple[int, int]]:
         results, self._failed = self._failed, []
         for completion in self.inner.wait(timeout=0.0 if results else timeout):
             ticket, reported = completion.request.tag

@@ -98,12 +98,13 @@ class CudaDouble:
     def _watch_engines(self, monkeypatch: pytest.MonkeyPatch) -> None:
         submit, complete = Engine.submit, Engine._complete
 
-        def watched_submit(engine: Engine, request: Request) -> None:
-            if request.memory is Memory.HOST:
-                self._check(request.address, request.nbytes, written=not isinstance(request, Write))
-            self.calls.append("write" if isinstance(request, Write) else "read")
-            submit(engine, request)
-            self.in_flight.append(request)
+        def watched_submit(engine: Engine, *requests: Request) -> None:
+            for request in requests:
+                if request.memory is Memory.HOST:
+                    self._check(request.address, request.nbytes, written=not isinstance(request, Write))
+                self.calls.append("write" if isinstance(request, Write) else "read")
+            submit(engine, *requests)
+            self.in_flight.extend(requests)
 
         def watched_complete(engine: Engine, request: Request, *rest: Any) -> Any:
             if request in self.in_flight:

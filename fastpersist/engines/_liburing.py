@@ -167,12 +167,12 @@ class Ring:
         """Entries that the kernel took, or a negated errno; entries it did not take stay prepared."""
         return int(self._library.io_uring_submit(self.address))
 
-    def wait(self, timeout: float | None) -> int:
-        """0 when a completion can be taken, else a negated errno (ETIME, EINTR). Submits nothing. No GIL is held."""
+    def wait(self, timeout: float | None, at_least: int) -> int:
+        """0 when so many completions can be taken, else a negated errno (ETIME, EINTR). Submits nothing. No GIL is held."""
         limit = None
         if timeout is not None:
             limit = ctypes.byref(_Timespec(int(timeout), int(timeout % 1 * 1e9)))
-        return int(self._library.io_uring_wait_cqes(self.address, ctypes.byref(self._first), 1, limit, None))
+        return int(self._library.io_uring_wait_cqes(self.address, ctypes.byref(self._first), at_least, limit, None))
 
     def take(self) -> list[tuple[int, int]]:
         """(ticket, result) of the completions at hand."""

@@ -1,10 +1,12 @@
 """The interface of all engines: requests in, completions out.
 
-As in fio, the base class checks and counts, and a subclass only moves bytes. A subclass implements four hooks, all
-called by the one thread that owns the engine:
+As in fio, the base class checks and counts, and a subclass only moves bytes. A subclass implements four hooks, and may
+implement the second, all called by the one thread that owns the engine:
 
     _start(ticket, request)            begin the transfer; do not wait for it
-    _collect(timeout)                  [(ticket, bytes moved or negated errno)], at least one unless time runs out
+    _hand_over()                       called after one or several _start: those that only prepare are made good here
+    _collect(timeout, at_least)        [(ticket, bytes moved or negated errno)], one or more unless time runs out;
+                                       so many will be waited for: whoever can waits for all of them at once
     _settle()                          return only when no memory of any request is in use, whatever was interrupted
     _shut()                            release the engine's own resources; nothing is in flight
 
@@ -167,21 +169,25 @@ class Engine(ABC):
         """Announce (address, nbytes) ranges that will be used often. True if it made a difference; failure is no error."""
         return False
 
-    def submit(self, request: Request) -> None:
-        """Start a transfer and return without waiting for it.
+    def submit(self, *requests: Request) -> None:
+        """Start transfers and return without waiting for them. All are started, or an exception and none.
 
-        Raises QueueFull at ``queue_depth`` requests in flight, AlignmentError for a misaligned request on a direct
-        file, ValueError for one that no engine could carry out, EngineStateError after close or from a wrong thread.
+        Raises QueueFull if more than ``queue_depth`` requests would be in flight, AlignmentError for a misaligned request
+        on a direct file, ValueError for one that no engine could carry out, EngineStateError after close or from a wrong
+        thread.
         """
         self._check_state()
-        self._check_request(request)
-        if len(self._pending) >= self.queue_depth:
-            raise QueueFull(f"{self.queue_depth} requests are in flight: wait for a completion first")
-        ticket = self._next_ticket
-        self._next_ticket += 1
+        for request in requests:
+            self._check_request(request)
+        if len(self._pending) + len(requests) > self.queue_depth:
+            raise QueueFull(f"{len(self._pending)} of {self.queue_depth} requests are in flight: wait for completions first")
         self._inside_hook = True
-        self._pending[ticket] = (request, request.file.direct)
-        self._start(ticket, request)
+        for request in requests:
+            ticket = self._next_ticket
+            self._next_ticket += 1
+            self._pending[ticket] = (request, request.file.direct)
+            self._start(ticket, request)
+        self._hand_over()
         self._inside_hook = False
 
     def wait(self, *, min_completions: int = 1, timeout: float | None = None) -> list[Completion]:
@@ -195,7 +201,8 @@ class Engine(ABC):
         while self._pending:
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
             self._inside_hook = True
-            for ticket, result in self._collect(left if len(completions) < min_completions else 0.0):
+            missing = min(min_completions - len(completions), len(self._pending))
+            for ticket, result in self._collect(left if missing > 0 else 0.0, max(missing, 1)):
                 completions.append(self._complete(*self._pending.pop(ticket), result))
             self._inside_hook = False
             if len(completions) >= min_completions or left == 0.0:
@@ -246,8 +253,10 @@ class Engine(ABC):
     @abstractmethod
     def _start(self, ticket: int, request: Request) -> None: ...
 
+    def _hand_over(self) -> None: ...  # noqa: B027  # most engines prepare nothing
+
     @abstractmethod
-    def _collect(self, timeout: float | None) -> list[tuple[int, int]]: ...
+    def _collect(self, timeout: float | None, at_least: int) -> list[tuple[int, int]]: ...
 
     @abstractmethod
     def _settle(self) -> None: ...

@@ -104,6 +104,8 @@ class IoUringEngine(Engine):
         if not prepared:
             raise AssertionError("queue_depth bounds the requests in flight below the ring's entries")
         self._unsubmitted.append(ticket)
+
+    def _hand_over(self) -> None:
         self._push()
 
     def _push(self) -> int:
@@ -114,13 +116,13 @@ class IoUringEngine(Engine):
             return 0
         return taken
 
-    def _collect(self, timeout: float | None) -> list[tuple[int, int]]:
+    def _collect(self, timeout: float | None, at_least: int) -> list[tuple[int, int]]:
         if self._unsubmitted and (refused := self._push_again()):
             stuck, self._unsubmitted = self._unsubmitted, []
             self._interrupted = True  # the entries are still in the ring: nothing may be submitted after them
             return [(ticket, refused) for ticket in stuck]
         while not (taken := self._ring.take()):
-            code = self._ring.wait(timeout)
+            code = self._ring.wait(timeout, min(at_least, self._ring.inside_kernel))
             if code == -errno.ETIME:
                 return []
             if code < 0 and code != -errno.EINTR:  # after EINTR Python runs the signal's handler, then we wait again
@@ -141,7 +143,7 @@ class IoUringEngine(Engine):
 
     def _settle(self) -> None:
         while self._ring.inside_kernel:
-            self._ring.wait(1.0)
+            self._ring.wait(1.0, 1)
             self._ring.take()
 
     def _shut(self) -> None:

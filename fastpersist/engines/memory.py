@@ -37,7 +37,7 @@ class NullEngine(Engine):
     def _transfer(self, request: Request) -> int:
         return request.nbytes if isinstance(request, Write) else 0
 
-    def _collect(self, timeout: float | None) -> list[tuple[int, int]]:
+    def _collect(self, timeout: float | None, at_least: int) -> list[tuple[int, int]]:
         finished, self._finished = self._finished, []
         return finished
 

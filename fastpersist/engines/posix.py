@@ -47,7 +47,7 @@ class PosixEngine(Engine):
         else:
             self._done.put((ticket, self._transfer(request)))
 
-    def _collect(self, timeout: float | None) -> list[tuple[int, int]]:
+    def _collect(self, timeout: float | None, at_least: int) -> list[tuple[int, int]]:
         results: list[tuple[int, int]] = []
         try:
             results.append(self._done.get(timeout=timeout))

@@ -200,7 +200,9 @@ class Bench:
             if timeline is not None:
                 timeline.points.append((before + time.perf_counter() - started, nbytes))
 
-        with Pipeline(engine, shared_pool(), queue_depth=settings.queue_depth, failure=_failure, moved=count) as pipeline:
+        depth = settings.queue_depth
+        # One at a time, or what is held would count as the drive's latency.
+        with Pipeline(engine, shared_pool(), queue_depth=depth, failure=_failure, moved=count, together=1) as pipeline:
             for offset in offsets:
                 pipeline.make_room()
                 submitted = time.perf_counter()

@@ -81,10 +81,10 @@ class ArchiveImage:
             window.clear_from(self._plan.file_nbytes)
         return payload
 
-    def checksum_direct(self, block: Direct) -> None:
-        """Take account of a range that is written straight from memory."""
+    def checksum_direct(self, block: Direct, nbytes: int) -> None:
+        """Take account of so many bytes that are written straight from memory, ``block`` and what adjoins it."""
         if self._checksum and block.device < 0:
-            self._checksums[block.record] = crc32(view_memory(block.address, block.nbytes), self._checksums[block.record])
+            self._checksums[block.record] = crc32(view_memory(block.address, nbytes), self._checksums[block.record])
 
     def without_address(self, file_offset: int, nbytes: int) -> Iterator[tuple[int, int, int, int]]:
         """(storage, start, nbytes, place) of each piece of a storage without host address that lies in this range of the

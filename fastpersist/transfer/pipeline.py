@@ -37,7 +37,12 @@ class _Tag:
 
 
 class Pipeline:
-    """Up to ``queue_depth`` requests at a time on one engine. A context manager: leaving it, nothing is in flight."""
+    """Up to ``queue_depth`` requests at a time on one engine. A context manager: leaving it, nothing is in flight.
+
+    A request starts at once while less than half of the queue is in flight. Beyond that requests are held until there are
+    enough to fill the other half, and started together: each call of the engine is a moment in which this thread has to get
+    the interpreter's lock back, and a program that computes in Python lets it wait for 5 ms then.
+    """
 
     def __init__(
         self,
@@ -48,11 +53,16 @@ class Pipeline:
         failure: Failure,
         moved: Callable[[int], None],
         copies: Copies | None = None,
+        together: int | None = None,
     ) -> None:
-        """``moved`` is told the bytes of each completed transfer. ``copies`` use borrowed buffers too."""
+        """``moved`` is told the bytes of each completed transfer. ``copies`` use borrowed buffers too. ``together``: how
+        many requests are held, at most half of the queue.
+        """
         self._engine = engine
         self._pool = pool
         self._queue_depth = queue_depth
+        self.together = max(1, queue_depth // 2 if together is None else min(together, queue_depth // 2))
+        self._held: list[Request] = []
         self._failure = failure
         self._moved = moved
         self._copies = copies
@@ -80,24 +90,37 @@ class Pipeline:
                     self._pool.release(buffer)
         self._lent.clear()
 
-    def submit(self, request: Request, *, buffer: AlignedBuffer | None = None, finished: Finished | None = None) -> None:
-        """Start a request as soon as there is room. ``buffer``, if it came from ``borrow``, goes back when it ends."""
-        self.make_room()
-        self._engine.submit(replace(request, tag=_Tag(finished, buffer)))
+    def submit(self, *requests: Request, buffer: AlignedBuffer | None = None, finished: Finished | None = None) -> None:
+        """Have requests, at most ``together`` of them, started as soon as there is room.
 
-    def make_room(self) -> None:
-        """Wait until one more request may start."""
-        while self._engine.in_flight >= self._queue_depth:
-            self.reap()
+        ``buffer``, if it came from ``borrow``, goes back when its request ends; ``finished`` is told the end of each.
+        """
+        self._held += [replace(request, tag=_Tag(finished, buffer)) for request in requests]
+        if len(self._held) >= self.together or self._engine.in_flight < self.together:
+            self.start_held()
+
+    def start_held(self) -> None:
+        """Start what has been submitted, and wait for the room that it takes."""
+        if self._held:
+            held, self._held = self._held, []
+            self.make_room(len(held))
+            self._engine.submit(*held)
+
+    def make_room(self, requests: int = 1) -> None:
+        """Wait until so many more requests may start."""
+        while (missing := self._engine.in_flight + requests - self._queue_depth) > 0:
+            self._reap(missing)
 
     def finish(self) -> None:
         """Wait until every request has ended well. Raises the failure of the first that has not."""
+        self.start_held()
         while self._engine.in_flight:
-            self.reap()
+            self._reap(self._engine.in_flight)
 
     def borrow(self, nbytes: int) -> AlignedBuffer:
         """A buffer from the pool, waiting for requests of this pipeline to give one back where that is needed."""
         while (buffer := self._pool.try_acquire(nbytes)) is None:
+            self.start_held()
             if not self._engine.in_flight:
                 buffer = self._pool.acquire(nbytes)  # other saves and loads hold the whole pool
                 break
@@ -122,7 +145,11 @@ class Pipeline:
 
     def reap(self, timeout: float | None = None) -> None:
         """Wait for at least one completion, unless ``timeout`` seconds pass, and act on all that are there."""
-        for completion in self._engine.wait(timeout=timeout):
+        self.start_held()
+        self._reap(1, timeout)
+
+    def _reap(self, at_least: int, timeout: float | None = None) -> None:
+        for completion in self._engine.wait(min_completions=at_least, timeout=timeout):
             self._settle(completion, completion.request.tag)
 
     def _settle(self, completion: Completion, tag: _Tag) -> None:

@@ -7,7 +7,7 @@ buffers of the next blocks meanwhile.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -19,7 +19,7 @@ from fastpersist.errors import TransferError
 from fastpersist.memory.buffers import AlignedBuffer, BufferPool
 from fastpersist.transfer.cuda import Piece
 from fastpersist.transfer.device import LOOK_AHEAD, Copies, Transfer
-from fastpersist.transfer.extents import Direct, Extent
+from fastpersist.transfer.extents import Assembled, Direct, Extent
 from fastpersist.transfer.image import ArchiveImage
 from fastpersist.transfer.pipeline import Pipeline
 
@@ -85,33 +85,46 @@ def write_blocks(
             if on_devices is None
             else _with_device_bytes(blocks, image, pipeline, watcher, on_devices)
         )
-        for block, buffer in ready:
-            if isinstance(block, Direct):
-                written = partial(_release, watcher, block)
-                pipeline.submit(_write_direct(file, block), finished=written)
-                image.checksum_direct(block)
-            else:
+        for group, buffer in ready:
+            if isinstance(group, Assembled):
                 assert buffer is not None
-                copied_nbytes += image.fill(buffer, block.file_offset, block.nbytes)
-                watcher.released(block)
-                pipeline.submit(Write(file, buffer.address, block.nbytes, block.file_offset, owner=buffer), buffer=buffer)
+                copied_nbytes += image.fill(buffer, group.file_offset, group.nbytes)
+                watcher.released(group)
+                pipeline.submit(Write(file, buffer.address, group.nbytes, group.file_offset, owner=buffer), buffer=buffer)
+            else:
+                by_end = {block.file_offset + block.nbytes: block for block in group}
+                pipeline.submit(*(_write_direct(file, block) for block in group), finished=partial(_release, watcher, by_end))
+                # Before anything is waited for: who may change the memory once it is written must not change what is summed.
+                image.checksum_direct(group[0], sum(block.nbytes for block in group))
         pipeline.finish()
     return copied_nbytes
 
 
+Group = Assembled | list[Direct]
+"""What is looked at in one go: blocks from the memory of one storage that adjoin each other, or one that is put together."""
+
+
 def _with_buffers(
     blocks: Iterable[Extent], pipeline: Pipeline, watcher: Watcher
-) -> Iterator[tuple[Extent, AlignedBuffer | None]]:
-    """Each block in its turn, with a buffer if it is to be put together."""
+) -> Iterator[tuple[Group, AlignedBuffer | None]]:
+    """All blocks in their order, with a buffer for each that is to be put together."""
+    group: list[Direct] = []
     for block in blocks:
-        pipeline.make_room()
+        if group and (isinstance(block, Assembled) or block.record != group[0].record or len(group) == pipeline.together):
+            yield group, None
+            group = []
         watcher.before(block)
-        yield block, None if isinstance(block, Direct) else pipeline.borrow(block.nbytes)
+        if isinstance(block, Direct):
+            group.append(block)
+        else:
+            yield block, pipeline.borrow(block.nbytes)
+    if group:
+        yield group, None
 
 
 def _with_device_bytes(
     blocks: Iterable[Extent], image: ArchiveImage, pipeline: Pipeline, watcher: Watcher, on_devices: DeviceSources
-) -> Iterator[tuple[Extent, AlignedBuffer | None]]:
+) -> Iterator[tuple[Group, AlignedBuffer | None]]:
     """The same, with the bytes of devices in place; those of the blocks that follow are on their way.
 
     Blocks get their buffers in their order, and none waits for a buffer while others hold one that nobody writes yet: saves
@@ -120,11 +133,11 @@ def _with_device_bytes(
     copies = on_devices.copies
     ahead: deque[tuple[Extent, AlignedBuffer | None, Transfer | None]] = deque()
 
-    def next_ready() -> tuple[Extent, AlignedBuffer | None]:
+    def next_ready() -> tuple[Group, AlignedBuffer | None]:
         block, buffer, transfer = ahead.popleft()
         if transfer is not None:
             copies.finish(transfer)
-        return block, buffer
+        return [block] if isinstance(block, Direct) else block, buffer
 
     for block in blocks:
         while len(ahead) >= LOOK_AHEAD:
@@ -158,5 +171,5 @@ def _write_direct(file: File, block: Direct) -> Write:
     return Write(file, block.address, block.nbytes, block.file_offset, memory=memory, device_index=device)
 
 
-def _release(watcher: Watcher, block: Extent, reached: int) -> None:
-    watcher.released(block)
+def _release(watcher: Watcher, blocks: Mapping[int, Direct], reached: int) -> None:
+    watcher.released(blocks[reached])

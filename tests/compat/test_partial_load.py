@@ -184,9 +184,9 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """(offset, end) of all reads that engines are asked for."""
     real, seen = Engine.submit, []
 
-    def note(self: Engine, request: Request) -> None:
-        seen.append((request.file_offset, request.file_offset + request.nbytes))
-        real(self, request)
+    def note(self: Engine, *requests: Request) -> None:
+        seen.extend((request.file_offset, request.file_offset + request.nbytes) for request in requests)
+        real(self, *requests)
 
     monkeypatch.setattr(Engine, "submit", note)
     return seen

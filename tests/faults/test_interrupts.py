@@ -126,7 +126,8 @@ class Interrupting:
 
 
 @pytest.mark.parametrize("name", ENGINES)
-@pytest.mark.parametrize(("hook", "after"), [("_start", False), ("_start", True), ("_collect", False), ("_collect", True)])
+@pytest.mark.parametrize("hook", ["_start", "_hand_over", "_collect"])
+@pytest.mark.parametrize("after", [False, True])
 @pytest.mark.parametrize("failing", [1, 2, 7])
 def test_an_interrupt_inside_a_hook(scene: Scene, name: str, hook: str, after: bool, failing: int) -> None:
     descriptors = os.listdir("/proc/self/fd")
@@ -143,7 +144,7 @@ def test_an_interrupt_inside_a_hook(scene: Scene, name: str, hook: str, after: b
     scene.assert_holds(3)
 
 
-@pytest.mark.parametrize("hook", ["_start", "_collect"])
+@pytest.mark.parametrize("hook", ["_start", "_hand_over", "_collect"])
 @pytest.mark.parametrize("after", [False, True])
 def test_no_write_outlives_an_interrupted_save(scene: Scene, monkeypatch: pytest.MonkeyPatch, hook: str, after: bool) -> None:
     # Slow writes: when the save returns, those in flight would still be using its memory, were they not waited for.
@@ -170,7 +171,7 @@ def test_no_write_outlives_an_interrupted_save(scene: Scene, monkeypatch: pytest
 
 
 def test_no_write_of_a_ring_outlives_an_interrupted_save(scene: Scene) -> None:
-    for hook, after in (("_start", True), ("_collect", False), ("_collect", True)):
+    for hook, after in (("_start", True), ("_hand_over", False), ("_hand_over", True), ("_collect", False), ("_collect", True)):
         with fastpersist.open_engine("io_uring", block_nbytes=BLOCK_NBYTES, queue_depth=4) as engine:
             Interrupting(engine, hook, 3, after=after)
             with pytest.raises(KeyboardInterrupt):

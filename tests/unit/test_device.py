@@ -620,6 +620,8 @@ def test_engines_without_device_memory_get_none(double: CudaDouble, tmp_path: Pa
     real = Engine.submit
     state = model(double)
     with open_engine("null") as engine, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Engine, "submit", lambda self, request: (kinds.add(request.memory), real(self, request))[1])
+        patch.setattr(
+            Engine, "submit", lambda self, *requests: (kinds.update(r.memory for r in requests), real(self, *requests))[1]
+        )
         fastpersist.save(state, tmp_path / "a.pt", engine=engine, block_nbytes=65536)
     assert kinds == {Memory.HOST}

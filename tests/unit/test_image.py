@@ -139,7 +139,7 @@ def test_straight_ranges_and_pieces_make_the_same_file(block_nbytes, checksum):
     for block in cut_into_blocks(extents, block_nbytes, block_nbytes):
         if isinstance(block, Direct):
             straight += block.nbytes
-            image.checksum_direct(block)
+            image.checksum_direct(block, block.nbytes)
             content += bytes(memoryview(sample.storages[sample.plan.storages[block.record]]))[_within(sample, block)]
         else:
             image.fill(buffer, block.file_offset, block.nbytes)

@@ -386,12 +386,12 @@ def test_a_save_that_is_interrupted_leaves_nothing_in_flight(
     calls = 0
     real = KvikioEngine._collect
 
-    def interrupted(self: KvikioEngine, timeout: float | None) -> list[tuple[int, int]]:
+    def interrupted(self: KvikioEngine, *arguments: Any) -> list[tuple[int, int]]:
         nonlocal calls
         calls += 1
         if calls == 2:
             raise KeyboardInterrupt
-        return real(self, timeout)
+        return real(self, *arguments)
 
     monkeypatch.setattr(KvikioEngine, "_collect", interrupted)
     with pytest.raises(KeyboardInterrupt):
