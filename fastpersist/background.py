@@ -18,6 +18,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -119,8 +120,8 @@ def begin_save(
         _raise_what_nobody_asked_about()  # the save that was waited for may have failed
         flat = flatten(obj, pickle_protocol)
         keep = _left_alone(flat, optimizers) if guard is not None else set() if snapshot else set(range(len(flat.storages)))
-        limit = _staging_limit() if max_staging_nbytes is None else max_staging_nbytes
-        staged = Snapshot(flat, keep, shared_staging(), layout=job.layout, max_nbytes=limit)
+        limit = partial(_staging_limit, max_staging_nbytes)
+        staged = Snapshot(flat, keep, shared_staging(), layout=job.layout, limit=limit)
         pending = PendingSave(job, staged, started, afterwards)
         try:
             if optimizers:
@@ -146,8 +147,12 @@ def _left_alone(flat: FlatObject, optimizers: Iterable[torch.optim.Optimizer]) -
     return {index for index, storage in enumerate(flat.storages) if storage._cdata in guarded}
 
 
-def _staging_limit() -> int:
-    return (available_nbytes() + shared_staging().free_nbytes) // 2
+def _staging_limit(max_nbytes: int | None, nbytes: int) -> int:
+    """How much of ``nbytes`` to stage. By default no more than what is at hand from the last save, or half of all there is."""
+    if max_nbytes is not None:
+        return max_nbytes
+    at_hand = shared_staging().free_nbytes
+    return nbytes if nbytes <= at_hand else (available_nbytes() + at_hand) // 2  # (a hundred system calls)
 
 
 class PendingSave:

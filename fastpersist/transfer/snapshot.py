@@ -34,13 +34,18 @@ _PARALLEL_NBYTES = 4 << 20  # from here on torch's threads copy faster than one
 class Snapshot(Watcher):
     """The staged part of an object, and the memory that a save still reads of the rest."""
 
-    def __init__(self, flat: FlatObject, keep: Collection[int], memory: StagingMemory, *, layout: str, max_nbytes: int) -> None:
+    def __init__(
+        self, flat: FlatObject, keep: Collection[int], memory: StagingMemory, *, layout: str, limit: Callable[[int], int]
+    ) -> None:
         """``keep``: indices of storages that the caller leaves alone, which are not staged. Of the others those that come
-        first in the file are not staged either, if all of them together take more than ``max_nbytes``.
+        first in the file are not staged either, if all of them together take more than ``limit`` says, which is told how
+        many bytes they take.
         """
         nbytes = np.array(flat.storage_nbytes, np.int64)
         self._order = [index for index in storage_order(nbytes, layout).tolist() if nbytes[index] and index not in keep]
-        places, total_nbytes = _arrange(self._order, flat.storage_nbytes, max_nbytes)
+        places, total_nbytes = _arrange(self._order, flat.storage_nbytes, None)
+        if places and total_nbytes > (max_nbytes := limit(total_nbytes)):
+            places, total_nbytes = _arrange(self._order, flat.storage_nbytes, max_nbytes)
         self._order = [index for index in self._order if index in places]
         self._source = flat
         self._memory = memory
@@ -192,14 +197,14 @@ def cancelled(path: str) -> SaveCancelledError:
     return SaveCancelledError(f"{path}: the save was cancelled; what was there before is untouched")
 
 
-def _arrange(order: Sequence[int], sizes: Sequence[int], max_nbytes: int) -> tuple[dict[int, int], int]:
+def _arrange(order: Sequence[int], sizes: Sequence[int], max_nbytes: int | None) -> tuple[dict[int, int], int]:
     """(place of each storage that is staged, bytes in all): the last ones of the file's order that ``max_nbytes`` can hold."""
     places: dict[int, int] = {}
     cursor = 0
     for index in reversed(order):
         alignment = PAGE_NBYTES if sizes[index] >= LARGE_NBYTES else DATA_ALIGNMENT
         place = round_up(cursor, alignment)
-        if place + sizes[index] > max_nbytes:
+        if max_nbytes is not None and place + sizes[index] > max_nbytes:
             break
         places[index], cursor = place, place + sizes[index]
     return places, cursor

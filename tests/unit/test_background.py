@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import fastpersist
-from fastpersist import PendingSave, SaveCancelledError, TransferError
+from fastpersist import PendingSave, SaveCancelledError, TransferError, background
 from fastpersist.memory.staging import shared_staging
 from fastpersist.transfer import publish, snapshot
 from tests.gated import LIMIT_SECONDS, Call, Gate, wait_until_idle
@@ -147,6 +147,26 @@ def test_a_snapshot_returns_while_all_writes_are_held(tmp_path: Path, gate: Gate
     report = pending.result()
     assert_saved(tmp_path / "a.pt", original)
     assert (report.zero_copy_nbytes, report.copied_nbytes) == (0, report.nbytes)
+
+
+@pytest.mark.parametrize("available", [0, 2_000_000, 1 << 30])
+def test_half_of_the_available_memory_is_taken_at_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, available: int) -> None:
+    shared_staging().trim()
+    monkeypatch.setattr(background, "available_nbytes", lambda: available)
+    report = save(state(), tmp_path / "a.pt", engine="posix").result()
+    assert shared_staging().free_nbytes <= available // 2 + 4096
+    assert (report.nbytes > available // 2) == (shared_staging().free_nbytes < report.nbytes)
+
+
+def test_memory_at_hand_is_used_without_a_question(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which costs a hundred system calls, and might have another answer than the last time."""
+    shared_staging().trim()
+    save(state(), tmp_path / "a.pt", engine="posix").result()
+    at_hand = shared_staging().free_nbytes
+    monkeypatch.setattr(background, "available_nbytes", lambda: pytest.fail("it was asked"))
+    save(state(), tmp_path / "a.pt", engine="posix").result()
+    save(state(), tmp_path / "a.pt", engine="posix", snapshot=False).result()
+    assert shared_staging().free_nbytes == at_hand > 1_000_000
 
 
 @pytest.mark.parametrize("layout", ["auto", "torch"])

@@ -39,7 +39,7 @@ def staged(snapshot: Snapshot, sources: Sequence[torch.Tensor]) -> set[int]:
 def make(
     sources: Sequence[torch.Tensor], keep: Collection[int] = (), *, layout: str = "auto", limit: int = 1 << 30
 ) -> Snapshot:
-    return Snapshot(flatten(list(sources)), keep, StagingMemory(), layout=layout, max_nbytes=limit)
+    return Snapshot(flatten(list(sources)), keep, StagingMemory(), layout=layout, limit=lambda _: limit)
 
 
 def planned(snapshot: Snapshot, layout: str = "auto", block_nbytes: int = 65536) -> tuple[ArchivePlan, list[Extent]]:
@@ -103,7 +103,7 @@ def test_what_the_caller_leaves_alone_is_not_staged() -> None:
 def test_nothing_to_stage_takes_no_memory() -> None:
     memory = StagingMemory()
     for obj in ({}, {"x": torch.zeros(0)}):
-        snapshot = Snapshot(flatten(obj), (), memory, layout="auto", max_nbytes=1 << 30)
+        snapshot = Snapshot(flatten(obj), (), memory, layout="auto", limit=lambda _: 1 << 30)
         snapshot.copy()
         snapshot.wait_until_copied()
         assert snapshot.is_free()
@@ -215,7 +215,7 @@ def test_memory_goes_back_and_tensors_are_let_go_when_both_have_ended(save_ends_
     alive = weakref.ref(array)
     gc.disable()
     try:
-        snapshot = Snapshot(flatten([torch.from_numpy(array)]), (), memory, layout="auto", max_nbytes=1 << 20)
+        snapshot = Snapshot(flatten([torch.from_numpy(array)]), (), memory, layout="auto", limit=lambda _: 1 << 20)
         del array
         ends = [snapshot.end, snapshot.copy]
         for end in ends if save_ends_first else reversed(ends):
