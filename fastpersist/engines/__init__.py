@@ -73,25 +73,24 @@ def open_engine(
     cannot run raises EngineUnavailableError, it never turns into another one. ``path`` names the file or directory it
     will serve. ``block_nbytes`` and ``queue_depth`` default to 8 MiB and 8.
     """
-    if name == "auto":
-        name = _choose(path)
     sizes = {
         "block_nbytes": DEFAULT_BLOCK_NBYTES if block_nbytes is None else block_nbytes,
         "queue_depth": DEFAULT_QUEUE_DEPTH if queue_depth is None else queue_depth,
     }
-    return engine_class(name)(**sizes)
+    return engine_class(name)(**sizes) if name != "auto" else _open_first(path, sizes)
 
 
-def _choose(path: str | os.PathLike[str] | None) -> str:
+def _open_first(path: str | os.PathLike[str] | None, sizes: dict[str, int]) -> Engine:
     refusals: list[str] = []
     for name in _AUTO_ORDER:
-        verdict = engine_class(name).availability()
-        if verdict.usable:
-            because = "; ".join(refusals) or "the first choice can run"
-            message = f"engine 'auto' is {name!r}: {because}"
-            if message not in _announced:
-                _announced.add(message)
-                log.info("%s (first used for %s)", message, path or "no path yet")
-            return name
-        refusals.append(f"{name} cannot: {verdict.reason}")
+        try:
+            engine = engine_class(name)(**sizes)
+        except EngineUnavailableError as error:
+            refusals.append(f"{name} cannot: {error.reason}")
+            continue
+        message = f"engine 'auto' is {name!r}: {'; '.join(refusals) or 'the first choice can run'}"
+        if message not in _announced:
+            _announced.add(message)
+            log.info("%s (first used for %s)", message, path or "no path yet")
+        return engine
     raise EngineUnavailableError("auto", "; ".join(refusals), "see fastpersist.engines.available()")

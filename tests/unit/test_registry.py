@@ -11,7 +11,7 @@ import torch
 
 import fastpersist
 from fastpersist import engines
-from fastpersist.engines import Availability, available, engine_class, open_engine
+from fastpersist.engines import Engine, available, engine_class, open_engine
 from fastpersist.engines.posix import PosixEngine
 from fastpersist.errors import EngineUnavailableError
 
@@ -44,9 +44,11 @@ def test_auto_logs_its_choice_once(monkeypatch: pytest.MonkeyPatch, caplog: pyte
 
 
 def test_auto_says_why_when_nothing_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    refusal = Availability(usable=False, reason="out of order", remedy="mend it")
+    def refuse(self: Engine, **sizes: int) -> None:
+        raise EngineUnavailableError(self.name, "out of order", "mend it")
+
     for name in ("io_uring", "posix"):
-        monkeypatch.setattr(engine_class(name), "availability", classmethod(lambda cls: refusal))
+        monkeypatch.setattr(engine_class(name), "__init__", refuse)
     with pytest.raises(EngineUnavailableError, match=r"io_uring cannot: out of order; posix cannot: out of order"):
         open_engine("auto")
 
