@@ -8,9 +8,7 @@ where it lies. The offsets follow from sizes and residues alone, so equal inputs
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +25,9 @@ LARGE_NBYTES = 256 << 10
 """From here on a storage of layout "auto" gets a place congruent to its address; smaller ones are packed and copied."""
 SERIALIZATION_ID_NBYTES = 40
 SERIALIZATION_ID = ".data/serialization_id"
+
+_BYTE_ORDER = sys.byteorder.encode()
+_Contents = dict[str, bytes | None]
 
 
 @dataclass(frozen=True)
@@ -58,18 +59,6 @@ class ArchivePlan:
         return len(self.names)
 
 
-@dataclass(frozen=True)
-class _Group:
-    """Consecutive records that share an alignment: ``offset % alignment == residue`` holds for the data of each."""
-
-    names: list[bytes]
-    nbytes: Int64Array
-    alignment: int
-    residues: Int64Array
-    storages: Int64Array
-    contents: Sequence[bytes | None] = ()
-
-
 def plan(prefix: str, pickle_bytes: bytes, storage_nbytes: Int64Array, residues: Int64Array, layout: str) -> ArchivePlan:
     """Place data.pkl, the metadata records and the storages ``data/0``, ``data/1``, ... under ``prefix``.
 
@@ -78,108 +67,89 @@ def plan(prefix: str, pickle_bytes: bytes, storage_nbytes: Int64Array, residues:
     multiples of 4096, as torch.save does under ``storage_alignment = 4096``; it ignores the residues. Layout "auto" rounds
     the file's length up to whole pages by a comment: to cut the last block afterwards, a filesystem reads it again.
     """
+    head, tail = _metadata(pickle_bytes, layout)
+    order = storage_order(storage_nbytes, layout)
+    start, end = len(head), len(head) + len(order)  # of the storages among the records
+    names = [f"{prefix}/{name}".encode() for name in head]
+    names += [b"%b/data/%d" % (prefix.encode(), storage) for storage in order.tolist()]
+    names += [f"{prefix}/{name}".encode() for name in tail]
+    nbytes = np.empty(len(names), np.int64)
+    nbytes[:start], nbytes[start:end], nbytes[end:] = _sizes(head), storage_nbytes[order], _sizes(tail)
+    storages = np.full(len(names), -1, np.int64)
+    storages[start:end] = order
+    wanted = np.zeros(len(names), np.int64)
     if layout == "torch":
-        return _place(_torch_order(prefix.encode(), pickle_bytes, storage_nbytes, residues))
-    archive = _place(_auto_order(prefix.encode(), pickle_bytes, storage_nbytes, residues))
-    return replace(archive, comment_nbytes=-archive.file_nbytes % PAGE_NBYTES)
+        alignments, first_large = np.full(len(names), PAGE_NBYTES), 0
+    else:
+        first_large = end - int(np.count_nonzero(storage_nbytes >= LARGE_NBYTES))  # they come last
+        wanted[start:end] = residues[order]  # a multiple of the small ones' alignment, to which it is as good as 0
+        alignments = np.full(len(names), DATA_ALIGNMENT)
+        alignments[first_large:end] = PAGE_NBYTES
+    name_nbytes = np.fromiter(map(len, names), np.int64, len(names))
+    headers, datas, zip64, directory_offset = _place(name_nbytes, nbytes, alignments, wanted, first_large)
+    directory_nbytes = zipformat.central_header_nbytes(0, 0, 0) * len(names) + int((name_nbytes + zip64).sum())
+    exact_nbytes = directory_offset + directory_nbytes + zipformat.END_NBYTES
+    metadata = {**dict(enumerate(head.values())), **dict(enumerate(tail.values(), start=end))}
+    return ArchivePlan(
+        names, nbytes, headers, datas, storages, metadata, directory_offset, directory_nbytes,
+        comment_nbytes=0 if layout == "torch" else -exact_nbytes % PAGE_NBYTES,
+    )  # fmt: skip
 
 
 def storage_order(storage_nbytes: Int64Array, layout: str) -> Int64Array:
     """Indices of the storages in the order in which they come in the file."""
-    large = storage_nbytes >= LARGE_NBYTES if layout != "torch" else np.zeros(len(storage_nbytes), bool)
-    return np.argsort(large, kind="stable")
+    if layout == "torch":
+        return np.arange(len(storage_nbytes))
+    return (storage_nbytes >= LARGE_NBYTES).argsort(kind="stable")
 
 
-def _torch_order(prefix: bytes, pickle_bytes: bytes, storage_nbytes: Int64Array, residues: Int64Array) -> list[_Group]:
-    # With .format_version present torch computes offsets, from exactly this order and this alignment.
-    head = {
-        "data.pkl": pickle_bytes,
-        ".format_version": b"1",
-        ".storage_alignment": str(PAGE_NBYTES).encode(),
-        "byteorder": sys.byteorder.encode(),
-    }
-    everything = np.arange(len(storage_nbytes))
-    return [
-        _metadata(prefix, head, PAGE_NBYTES),
-        _storages(prefix, everything, storage_nbytes, PAGE_NBYTES, np.zeros_like(residues)),
-        _metadata(prefix, {"version": b"3\n", SERIALIZATION_ID: None}, PAGE_NBYTES),
-    ]
-
-
-def _auto_order(prefix: bytes, pickle_bytes: bytes, storage_nbytes: Int64Array, residues: Int64Array) -> list[_Group]:
+def _metadata(pickle_bytes: bytes, layout: str) -> tuple[_Contents, _Contents]:
+    """The metadata records before the storages, and those behind them."""
+    head: _Contents = {"data.pkl": pickle_bytes}
+    if layout == "torch":
+        # With .format_version present torch computes offsets, from exactly this order and this alignment.
+        head |= {".format_version": b"1", ".storage_alignment": str(PAGE_NBYTES).encode(), "byteorder": _BYTE_ORDER}
+        return head, {"version": b"3\n", SERIALIZATION_ID: None}
     # Neither .format_version nor .storage_alignment: torch then reads each offset from its header, wherever it lies.
-    head = {"data.pkl": pickle_bytes, "byteorder": sys.byteorder.encode(), "version": b"3\n"}
-    large = storage_nbytes >= LARGE_NBYTES
-    return [
-        _metadata(prefix, head, DATA_ALIGNMENT),
-        _storages(prefix, np.flatnonzero(~large), storage_nbytes, DATA_ALIGNMENT, np.zeros_like(residues)),
-        _storages(prefix, np.flatnonzero(large), storage_nbytes, PAGE_NBYTES, residues),
-        _metadata(prefix, {SERIALIZATION_ID: None}, DATA_ALIGNMENT),
-    ]
+    head |= {"byteorder": _BYTE_ORDER, "version": b"3\n"}
+    return head, {SERIALIZATION_ID: None}
 
 
-def _metadata(prefix: bytes, contents: Mapping[str, bytes | None], alignment: int) -> _Group:
-    names = [b"%b/%b" % (prefix, name.encode()) for name in contents]
-    sizes = [SERIALIZATION_ID_NBYTES if content is None else len(content) for content in contents.values()]
-    nothing = np.zeros(len(names), np.int64)
-    return _Group(names, np.array(sizes, np.int64), alignment, nothing, nothing - 1, list(contents.values()))
+def _sizes(contents: _Contents) -> list[int]:
+    return [SERIALIZATION_ID_NBYTES if content is None else len(content) for content in contents.values()]
 
 
-def _storages(
-    prefix: bytes, chosen: npt.NDArray[Any], storage_nbytes: Int64Array, alignment: int, residues: Int64Array
-) -> _Group:
-    names = [b"%b/data/%d" % (prefix, index) for index in chosen.tolist()]
-    return _Group(names, storage_nbytes[chosen], alignment, residues[chosen], chosen.astype(np.int64))
+def _place(
+    name_nbytes: Int64Array, nbytes: Int64Array, alignments: Int64Array, residues: Int64Array, first_large: int
+) -> tuple[Int64Array, Int64Array, Int64Array, int]:
+    """(header offsets, data offsets, bytes of zip64 fields, end): ``data offset % alignment == residue`` holds for each.
 
-
-def _place(groups: list[_Group]) -> ArchivePlan:
-    cursor = 0
-    names: list[bytes] = []
-    headers, datas = [], []
-    metadata: dict[int, bytes | None] = {}
-    for group in groups:
-        metadata.update(enumerate(group.contents, start=len(names)))
-        header_offsets, data_offsets, cursor = _offsets(cursor, group)
-        names += group.names
-        headers.append(header_offsets)
-        datas.append(data_offsets)
-    nbytes = np.concatenate([group.nbytes for group in groups])
-    header_offsets = np.concatenate(headers)
-    directory_nbytes = sum(map(len, names)) + zipformat.central_header_nbytes(0, 0, 0) * len(names)
-    directory_nbytes += int(_zip64_extra_nbytes(nbytes, header_offsets).sum())
-    return ArchivePlan(
-        names, nbytes, header_offsets, np.concatenate(datas), np.concatenate([group.storages for group in groups]),
-        metadata, cursor, directory_nbytes,
-    )  # fmt: skip
-
-
-def _offsets(cursor: int, group: _Group) -> tuple[Int64Array, Int64Array, int]:
-    """(header offsets, data offsets, end) of a group that starts at ``cursor``.
-
-    Each data offset is known modulo the alignment, so every gap is known before any offset is, and one running sum
-    gives them all. Whether a record needs zip64 depends on its offset: far ones are found by placing until none is new.
+    Each data offset is known modulo its alignment, so the gaps are known before any offset is, and one running sum gives
+    them all. Only what precedes the first of larger alignment is not known well enough: its gap is put right afterwards.
+    Whether a record needs zip64 depends on its offset: far ones are found by placing until none is new.
     """
-    names = group.names
-    if not names:
-        empty = np.zeros(0, np.int64)
-        return empty, empty, cursor
-    name_nbytes = np.fromiter(map(len, names), np.int64, len(names))
-    header_offsets = np.full(len(names), cursor, np.int64)
+    turns = residues.copy()  # from one residue to the next
+    turns[1:] -= residues[:-1]
+    zip64 = np.zeros(len(nbytes), np.int64)
     while True:
-        zip64 = _zip64_extra_nbytes(group.nbytes, header_offsets)
         header_nbytes = zipformat.LOCAL_HEADER_NBYTES + zipformat.FILLER_HEADER_NBYTES + name_nbytes + zip64
-        tails = group.nbytes + _descriptor_nbytes(group.nbytes, zip64)
-        previous_ends = np.empty(len(names), np.int64)  # modulo the alignment
-        previous_ends[0], previous_ends[1:] = cursor, (group.residues + tails)[:-1]
-        gaps = (group.residues - previous_ends - header_nbytes) % group.alignment
-        steps = header_nbytes + gaps
-        steps[0] += cursor
+        tails = nbytes + _descriptor_nbytes(nbytes, zip64)
+        steps = header_nbytes.copy()  # from data to data
         steps[1:] += tails[:-1]
-        data_offsets = np.cumsum(steps)
-        placed = data_offsets - gaps - header_nbytes
-        if np.array_equal(_zip64_extra_nbytes(group.nbytes, placed), zip64):
-            return placed, data_offsets, int(data_offsets[-1] + tails[-1])
-        header_offsets = placed
+        gaps = (turns - steps) % alignments
+        steps += gaps
+        data_offsets = steps.cumsum()
+        gap = (gaps[first_large] + residues[first_large] - data_offsets[first_large]) % alignments[first_large]
+        data_offsets[first_large:] += gap - gaps[first_large]
+        gaps[first_large] = gap
+        header_offsets = data_offsets - gaps - header_nbytes
+        end = int(data_offsets[-1] + tails[-1])
+        if end < zipformat.LIMIT_32:  # neither does any size or offset reach it
+            return header_offsets, data_offsets, zip64, end
+        needed = _zip64_extra_nbytes(nbytes, header_offsets)
+        if np.array_equal(needed, zip64):
+            return header_offsets, data_offsets, zip64, end
+        zip64 = needed
 
 
 def _zip64_extra_nbytes(nbytes: Int64Array, header_offsets: Int64Array) -> Int64Array:
