@@ -1,15 +1,17 @@
 """From a temporary file to the published one: at every instant the target's name holds an old complete file or a new one.
 
-The order is the guarantee: data written and synced, then the name moved by rename, then the directory synced. The
-temporary file has no name at all (O_TMPFILE) until just before the rename, so that a killed process leaves nothing; where
-a filesystem has no such files it is a hidden file, locked while in use, and a later save removes those without a lock. So
-it is where a retired file is recycled.
+The order is the guarantee: data written and synced, then the name given or moved in one step, then the directory synced.
+The temporary file has no name at all (O_TMPFILE) until then, so that a killed process leaves nothing: it is linked to a
+target that does not exist, and renamed over one that does, from a hidden name that it has for this moment only. Where a
+filesystem has no such files it is a hidden file from the start, locked while in use, and a later save removes those
+without a lock. So it is where a retired file is recycled.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import logging
 import os
 import stat
@@ -42,15 +44,18 @@ def resolve_target(path: str | os.PathLike[str]) -> str:
     if not text:
         raise ValueError("the path is empty")
     target = os.path.realpath(text)
-    if text.endswith(os.sep) or os.path.isdir(target):
-        raise IsADirectoryError(errno.EISDIR, "the path is a directory: give the checkpoint a file name in it", text)
-    _check_directory(os.path.dirname(target))
-    with contextlib.suppress(FileNotFoundError):
+    try:
         mode = os.stat(target).st_mode
-        if not stat.S_ISREG(mode):
-            raise ValueError(
-                f"{text} exists and is no regular file ({stat.filemode(mode)}): it would be replaced, give another path"
-            )
+    except (FileNotFoundError, NotADirectoryError):
+        mode = None
+    if text.endswith(os.sep) or (mode is not None and stat.S_ISDIR(mode)):
+        raise IsADirectoryError(errno.EISDIR, "the path is a directory: give the checkpoint a file name in it", text)
+    if mode is None:
+        _check_directory(os.path.dirname(target))
+    elif not stat.S_ISREG(mode):
+        raise ValueError(
+            f"{text} exists and is no regular file ({stat.filemode(mode)}): it would be replaced, give another path"
+        )
     return target
 
 
@@ -61,6 +66,11 @@ def _check_directory(directory: str) -> None:
         raise FileNotFoundError(errno.ENOENT, "the directory does not exist: create it first", directory) from None
     if not is_directory:
         raise NotADirectoryError(errno.ENOTDIR, "the path's parent is no directory", directory)
+
+
+@functools.cache
+def _can_name_nameless_files() -> bool:
+    return hasattr(os, "O_TMPFILE") and os.path.exists("/proc/self/fd")  # a nameless file gets its name through /proc
 
 
 class Publication:
@@ -129,19 +139,16 @@ class Publication:
     def publish(self) -> None:
         """Make the written file durable and give it the target's name.
 
-        Raises TransferError before the rename (the target is untouched), NotDurableError after it.
+        Raises TransferError before it has the name (the target is untouched), NotDurableError after that.
         """
         started = time.perf_counter()
+        target_name = os.path.basename(self._target)
         try:
-            self._take_over_mode()
+            replaces = self._take_over_mode(target_name)
             if self._durable:
                 self._engine.sync(self.file)
-            if self._name is None:
-                self._give_name()
-            if self._retired is not None:
-                self._retired.release()  # nobody is to wait for a file that has its public name
-            os.rename(str(self._name), os.path.basename(self._target), src_dir_fd=self._directory, dst_dir_fd=self._directory)
-            self._name = None
+            if self._name is not None or replaces or not self._link_target(target_name):
+                self._rename_to(target_name)
         except OSError as error:
             raise TransferError(error.errno or errno.EIO, "cannot publish", self._target) from error
         self._sync_directory()
@@ -158,15 +165,13 @@ class Publication:
             ) from error
 
     def _create(self, directory: str) -> None:
-        if hasattr(os, "O_TMPFILE") and os.path.exists("/proc/self/fd"):  # a nameless file gets its name through /proc
+        if _can_name_nameless_files():
             try:
                 self._file = self._engine.open(directory, "tmpfile")
+                return
             except OSError as error:
                 if error.errno not in _NO_TMPFILE:
                     raise
-            else:
-                try_lock(self._file.fileno)  # nobody else can reach it yet
-                return
         self._create_named(directory)
 
     def _take_over(self, retired: RetiredFile) -> None:
@@ -187,16 +192,38 @@ class Publication:
             self._file.close()
         raise OSError(errno.EBUSY, f"{_ATTEMPTS} temporary files were removed by other processes as soon as they were made")
 
-    def _give_name(self) -> None:
-        self._name = new_name()
+    def _link_target(self, target_name: str) -> bool:
+        """Give the nameless file the target's name; False if another file got it first."""
+        try:
+            self._link(target_name)
+        except FileExistsError:
+            self._take_over_mode(target_name)
+            return False
+        return True
+
+    def _rename_to(self, target_name: str) -> None:
+        if self._name is None:
+            try_lock(self.file.fileno)  # nobody else can reach it yet
+            self._name = new_name()  # known before the file has it: an interrupt in between leaves nothing
+            self._link(self._name)
+        if self._retired is not None:
+            self._retired.release()  # nobody is to wait for a file that has its public name
+        os.rename(self._name, target_name, src_dir_fd=self._directory, dst_dir_fd=self._directory)
+        self._name = None
+
+    def _link(self, name: str) -> None:
         # A source directory descriptor makes Python use linkat, which can follow the link in /proc to the nameless file.
         source = f"/proc/self/fd/{self.file.fileno}"
-        os.link(source, self._name, src_dir_fd=self._directory, dst_dir_fd=self._directory, follow_symlinks=True)
+        os.link(source, name, src_dir_fd=self._directory, dst_dir_fd=self._directory, follow_symlinks=True)
 
-    def _take_over_mode(self) -> None:
-        with contextlib.suppress(FileNotFoundError):
-            replaced = os.stat(self._target)
-            os.fchmod(self.file.fileno, stat.S_IMODE(replaced.st_mode))
+    def _take_over_mode(self, target_name: str) -> bool:
+        """Take the mode of the file that is to be replaced; False if there is none."""
+        try:
+            replaced = os.stat(target_name, dir_fd=self._directory)
+        except FileNotFoundError:
+            return False
+        os.fchmod(self.file.fileno, stat.S_IMODE(replaced.st_mode))
+        return True
 
 
 def _tell_that_it_is_lost(path: str, error: BaseException | None) -> None:

@@ -191,18 +191,37 @@ def test_a_power_cut_during_the_save_keeps_the_old_file(
     fastpersist.save(checkpoint(2), cuts.path, engine=engine, block_nbytes=1 << 18, progress=progress)
     moments = []
     for moment, path in cuts.survivors():
-        # Between the rename and the directory's sync either file may survive, but never a piece of one.
-        assert_holds(path, *((1, 2) if moment == "after the rename" else (1,)))
+        # Between the naming and the directory's sync either file may survive, but never a piece of one.
+        assert_holds(path, *((1, 2) if moment == "after the naming" else (1,)))
         moments.append(moment)
     assert len(moments) == 5
 
 
-def cut_around(rename: Callable[..., None], cuts: PowerCuts) -> Callable[..., None]:
-    """A rename with a power cut just before and just after it."""
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("disk", DISKS)
+def test_a_power_cut_during_the_first_save_leaves_a_complete_file_or_none(
+    mounts: Mounts, monkeypatch: pytest.MonkeyPatch, disk: str, engine: str
+) -> None:
+    cuts = PowerCuts(mounts, disk)
+    monkeypatch.setattr(os, "link", cut_around(os.link, cuts))
+    fastpersist.save(checkpoint(1), cuts.path, engine=engine)
+    cuts.cut("after the save")
+    moments = []
+    for moment, path in cuts.survivors():
+        if path.exists():
+            assert_holds(path, 1)
+        else:
+            assert moment != "after the save"
+        moments.append(moment)
+    assert len(moments) == 3
 
-    def renamed(*arguments: Any, **options: Any) -> None:
-        cuts.cut("before the rename")
-        rename(*arguments, **options)
-        cuts.cut("after the rename")
 
-    return renamed
+def cut_around(naming: Callable[..., None], cuts: PowerCuts) -> Callable[..., None]:
+    """A link or a rename with a power cut just before and just after it."""
+
+    def named(*arguments: Any, **options: Any) -> None:
+        cuts.cut("before the naming")
+        naming(*arguments, **options)
+        cuts.cut("after the naming")
+
+    return named

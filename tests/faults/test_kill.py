@@ -39,6 +39,13 @@ def test_killed_before_and_after_each_step(run_victim: Callable[[str], dict[str,
             assert files == (case.partition(", named, ")[2] not in beyond), case
 
 
+@pytest.mark.slow
+def test_killed_while_the_target_is_new(run_victim: Callable[[str], dict[str, Any]]) -> None:
+    left = run_victim("killed_while_new")
+    assert len(left) == 2 * 2 * 7  # engines; before and after; steps
+    assert set(left.values()) == {0}
+
+
 @pytest.fixture
 def abandoned(scene: Scene) -> Path:
     """A temporary file that a killed save could have left beside the checkpoint."""

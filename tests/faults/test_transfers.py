@@ -228,6 +228,15 @@ def test_each_step_of_publishing_fails(
     scene.assert_holds(3)
 
 
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC, errno.EPERM])
+def test_a_new_name_is_refused(scene: Scene, inner: Engine, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    new = scene.directory / "new.pt"
+    monkeypatch.setattr(os, "link", raising(code))
+    with scene.unharmed(), pytest.raises(TransferError, match="cannot publish") as caught:
+        fastpersist.save(content(2), new, engine=inner)
+    assert (caught.value.errno, caught.value.path) == (code, str(new))
+
+
 @pytest.mark.parametrize("call", ["rename", "fsync"])
 def test_a_named_temporary_file_is_removed_too(scene: Scene, inner: Engine, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
     without_nameless_files(monkeypatch)

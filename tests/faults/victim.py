@@ -149,6 +149,22 @@ def killed_at_each_step(path: Path) -> dict[str, Any]:
     return left
 
 
+def killed_while_new(path: Path) -> dict[str, Any]:
+    """Kill a save to a new name before and after each of its steps: the complete file is there, or nothing."""
+    steps = [step for step in STEPS if step != "os.rename"]  # a name that nobody has needs none
+    left: dict[str, int] = {}
+    for engine, step, after in itertools.product(("posix", "io_uring"), steps, (False, True)):
+        wait_for_death(fork(lambda: _save_until(path, engine, False, step, after, 2)))  # noqa: B023
+        case = f"{engine}, {'after' if after else 'before'} {step}"
+        published = steps.index(step) + after > steps.index("os.link")
+        assert path.exists() == published, case
+        left[case] = len(leftovers(path))
+        if published:
+            assert generation_in(path) == 2, case
+            path.unlink()
+    return left
+
+
 def _save_until(path: Path, engine: str, named: bool, step: str, after: bool, generation: int) -> None:
     """Save, and be killed before or after one step."""
     if named:
@@ -327,6 +343,7 @@ def _interrupts_while_armed() -> Iterator[list[bool]]:
 SCENARIOS: dict[str, Callable[[Path], dict[str, Any]]] = {
     "killed_at_random": killed_at_random,
     "killed_at_each_step": killed_at_each_step,
+    "killed_while_new": killed_while_new,
     "killed_while_recycling": killed_while_recycling,
     "opened_while_recycling": opened_while_recycling,
     "interrupted_at_random": interrupted_at_random,

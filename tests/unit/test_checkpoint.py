@@ -146,24 +146,6 @@ def test_a_save_that_is_not_durable_syncs_nothing(tmp_path: Path, monkeypatch: p
     assert torch.load(tmp_path / "m.pt") == [1]
 
 
-def test_file_is_synced_before_the_rename_and_the_directory_after(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[str] = []
-    for name in ("fdatasync", "rename", "fsync"):
-        monkeypatch.setattr(os, name, _noting(calls, name))
-    fastpersist.save([1], tmp_path / "m.pt")
-    assert calls == ["fdatasync", "rename", "fsync"]
-
-
-def _noting(calls: list[str], name: str):  # type: ignore[no-untyped-def]
-    real = getattr(os, name)
-
-    def call(*arguments, **keywords):  # type: ignore[no-untyped-def]
-        calls.append(name)
-        return real(*arguments, **keywords)
-
-    return call
-
-
 def test_memory_beyond_the_tensors_is_the_pool(tmp_path: Path) -> None:
     script = """
 import sys, torch, fastpersist

@@ -886,7 +886,7 @@ FAILURES: dict[str, tuple[Any, str, Callable[..., bool]]] = {
     "reserve": (Engine, "reserve", lambda *_: True),
     "write": (Engine, "submit", lambda *_: True),
     "sync": (Engine, "sync", lambda *_: True),
-    "rename": (os, "rename", is_publication),
+    "link": (os, "link", is_publication),
     "ledger": (os, "fsync", lambda fileno: file_behind(fileno).endswith(".written.json.tmp")),
     "ledger rename": (os, "rename", lambda source, target, **_: str(target).endswith(LEDGER)),
 }
@@ -938,12 +938,13 @@ class TestPruning:
 
                 return call
 
-            def to(source: Any, target: Any, **_: Any) -> str:
-                return f"rename to {os.path.basename(target)}"
+            def to(call: str) -> Callable[..., str]:
+                return lambda source, target, **_: f"{call} to {os.path.basename(target)}"
 
             with monkeypatch.context() as patch:
                 patch.setattr(os, "fsync", told(lambda fileno: f"fsync {os.path.basename(file_behind(fileno))}", os.fsync))
-                patch.setattr(os, "rename", told(to, os.rename))
+                patch.setattr(os, "rename", told(to("rename"), os.rename))
+                patch.setattr(os, "link", told(to("link"), os.link))
                 patch.setattr(os, "unlink", told(lambda path, **_: f"unlink {os.path.basename(path)}", os.unlink))
                 patch.setattr(Engine, "sync", told(lambda *_: "sync", Engine.sync))
                 save_all(checkpointer, 2, blocking=blocking)
@@ -951,7 +952,7 @@ class TestPruning:
             f"fsync {LEDGER}.tmp",
             f"rename to {LEDGER}",
             "sync",
-            f"rename to {name_of(2)}",
+            f"link to {name_of(2)}",
             f"fsync {directory.name}",
             f"rename to {SPARE}" if recycle else f"unlink {name_of(1)}",
         ]
