@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from fastpersist.engines import (
     DEFAULT_BLOCK_NBYTES,
@@ -22,6 +23,24 @@ from fastpersist.memory.alignment import PAGE_NBYTES, is_aligned
 from fastpersist.probing.profile import Profile, load_profile
 
 Path = str | os.PathLike[str]
+
+
+class Choice(NamedTuple):
+    """Engine and sizes, each with its last word: what says "auto" was chosen by nobody."""
+
+    engine: str | Engine
+    block_nbytes: int
+    queue_depth: int
+
+
+def choose(engine: str | Engine, block_nbytes: int | None, queue_depth: int | None, path: Path) -> Choice:
+    """What choose_engine, resolve_block_nbytes and resolve_queue_depth give, from one look at the profile.
+
+    Raises as they do.
+    """
+    profile = _profile(engine, path)
+    chosen = _engine(engine, profile)
+    return Choice(chosen, _block_nbytes(block_nbytes, engine, profile), _queue_depth(queue_depth, engine, profile))
 
 
 def _from_environment(variable: str) -> int | None:
@@ -53,10 +72,14 @@ def resolve_block_nbytes(block_nbytes: int | None, engine: str | Engine, path: P
 
     Raises AlignmentError unless it is a multiple of 4096, ValueError if it is more than one transfer can move.
     """
+    return _block_nbytes(block_nbytes, engine, _profile(engine, path))
+
+
+def _block_nbytes(block_nbytes: int | None, engine: str | Engine, profile: Profile | None) -> int:
     block_nbytes = _whole_number("block_nbytes", block_nbytes)
     if block_nbytes is None:
         block_nbytes = _from_environment("FASTPERSIST_BLOCK_NBYTES")
-    if block_nbytes is None and (profile := _profile(engine, path)) is not None:
+    if block_nbytes is None and profile is not None:
         block_nbytes = profile.block_nbytes
     if block_nbytes is None:
         block_nbytes = engine.block_nbytes if isinstance(engine, Engine) else DEFAULT_BLOCK_NBYTES
@@ -72,10 +95,14 @@ def resolve_queue_depth(queue_depth: int | None, engine: str | Engine, path: Pat
 
     Raises ValueError below 1 and above 1024, and for more than an open engine was opened with.
     """
+    return _queue_depth(queue_depth, engine, _profile(engine, path))
+
+
+def _queue_depth(queue_depth: int | None, engine: str | Engine, profile: Profile | None) -> int:
     from_environment = _whole_number("queue_depth", queue_depth) is None
     if queue_depth is None:
         queue_depth = _from_environment("FASTPERSIST_QUEUE_DEPTH")
-    if queue_depth is None and (profile := _profile(engine, path)) is not None:
+    if queue_depth is None and profile is not None:
         queue_depth = profile.queue_depth
     opened = engine.queue_depth if isinstance(engine, Engine) else None
     if queue_depth is None:
@@ -89,23 +116,20 @@ def resolve_queue_depth(queue_depth: int | None, engine: str | Engine, path: Pat
     return queue_depth
 
 
-def is_free_choice(engine: str | Engine, path: Path) -> bool:
-    """True where neither the caller, nor the environment, nor a saved profile says which engine to take."""
-    named = os.environ.get("FASTPERSIST_ENGINE") or "auto"
-    return engine == named == "auto" and _profile(engine, path) is None
-
-
 def choose_engine(engine: str | Engine, path: Path) -> str | Engine:
     """An open engine as it is; of a name, the one that it stands for: the environment's or the profile's for "auto".
 
     Raises TypeError for what is neither, ValueError for an unknown name and for one that makes no sense by name.
     """
+    return _engine(engine, _profile(engine, path))
+
+
+def _engine(engine: str | Engine, profile: Profile | None) -> str | Engine:
     if isinstance(engine, Engine):
         return engine
     if not isinstance(engine, str):
         raise TypeError(f"engine must be a name or an open engine, not {type(engine).__name__}")
     if engine == "auto":
-        profile = _profile(engine, path)
         engine = os.environ.get("FASTPERSIST_ENGINE") or ("auto" if profile is None else profile.engine)
     if engine == "memory":
         raise ValueError(

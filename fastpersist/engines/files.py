@@ -117,7 +117,7 @@ def _describe(path: str, fileno: int) -> File:
         file.direct = False
     elif offset == 0:
         file.use_page_cache("the kernel states that this file supports no direct I/O")
-    elif os.fstat(fileno).st_dev in _refused_devices:
+    elif _refused_devices and os.fstat(fileno).st_dev in _refused_devices:
         file.direct = False
     if not file.direct:
         file.use_page_cache("")

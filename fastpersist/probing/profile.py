@@ -58,9 +58,10 @@ def profile_file(path: str | os.PathLike[str]) -> Path | None:
     """
     cache = _cache_directory()
     try:
-        where = os.path.realpath(os.fsdecode(path))
-        directory = where if os.path.isdir(where) else os.path.dirname(where)
-        return None if cache is None else cache / "fastpersist" / "profiles" / f"{_filesystem_key(directory)}.json"
+        where = os.fsdecode(path)
+        if not os.path.exists(where):
+            where = os.path.dirname(where) or os.curdir
+        return None if cache is None else cache / "fastpersist" / "profiles" / f"{_filesystem_key(where)}.json"
     except (OSError, TypeError, ValueError):
         return None
 

@@ -17,7 +17,7 @@ from fastpersist.engines import DEFAULT_BLOCK_NBYTES, Engine, File, Memory
 from fastpersist.errors import RecycleRefusedError, as_transfer_error
 from fastpersist.memory.alignment import PAGE_NBYTES, round_up
 from fastpersist.memory.buffers import shared_pool
-from fastpersist.options import choose_engine, is_free_choice, ready_engine, resolve_block_nbytes, resolve_queue_depth
+from fastpersist.options import choose, ready_engine
 from fastpersist.progress import Progress, ProgressCounter, progress_reporter
 from fastpersist.reports import SaveReport
 from fastpersist.transfer.cuda import CUDA
@@ -69,12 +69,11 @@ class SaveJob:
 
         Raises what resolve_target and the options raise; nothing has been touched then.
         """
-        choose_engine(engine, path)  # for its errors: the engine itself is opened when there is something to write
+        choice = choose(engine, block_nbytes, queue_depth, path)  # the engine is opened when there is something to write
         if layout not in LAYOUTS:
             raise ValueError(f"unknown layout {layout!r}: use one of {', '.join(map(repr, LAYOUTS))}")
         return cls(
-            resolve_target(path), _prefix(path), engine, resolve_block_nbytes(block_nbytes, engine, path),
-            resolve_queue_depth(queue_depth, engine, path), checksum, durable, layout,
+            resolve_target(path), _prefix(path), *choice, checksum, durable, layout,
             None if recycle is None else os.path.abspath(os.fsdecode(recycle)), must_recycle, progress,
         )  # fmt: skip
 
@@ -115,7 +114,7 @@ class SaveJob:
 
     def _engine(self, work: WorkSoFar) -> str | Engine:
         """For "auto" the one that reaches device memory, where that has been proven and is of use."""
-        if not work or self.recycle is not None or not is_free_choice(self.engine, self.target):
+        if not work or self.recycle is not None or self.engine != "auto":
             return self.engine
         if not has_gpudirect(os.path.dirname(self.target) or ".", min(work)):
             return self.engine

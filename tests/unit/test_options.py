@@ -8,7 +8,8 @@ import pytest
 
 from fastpersist.engines import open_engine
 from fastpersist.errors import AlignmentError
-from fastpersist.options import ready_engine, resolve_block_nbytes, resolve_queue_depth
+from fastpersist.options import choose, choose_engine, ready_engine, resolve_block_nbytes, resolve_queue_depth
+from fastpersist.probing.profile import Profile
 
 
 @pytest.fixture(autouse=True)
@@ -71,6 +72,33 @@ def test_a_broken_environment_variable_is_named(monkeypatch: pytest.MonkeyPatch,
 def _resolve_both() -> None:
     resolve_block_nbytes(None, "auto")
     resolve_queue_depth(None, "auto")
+
+
+@pytest.mark.parametrize("profile", [None, Profile("posix", 1 << 20, 3)])
+@pytest.mark.parametrize("engine", ["auto", "io_uring"])
+@pytest.mark.parametrize("environment", [None, "auto", "posix", "null"])
+def test_all_are_chosen_from_one_look_at_the_profile(
+    monkeypatch: pytest.MonkeyPatch, profile: Profile | None, engine: str, environment: str | None
+) -> None:
+    looks: list[object] = []
+    monkeypatch.setattr("fastpersist.options.load_profile", lambda path: (looks.append(path), profile)[1])
+    if environment is not None:
+        monkeypatch.setenv("FASTPERSIST_ENGINE", environment)
+    choice = choose(engine, None, None, "path")
+    assert looks == ["path"] * (engine == "auto")
+    assert choice == (
+        choose_engine(engine, "path"), resolve_block_nbytes(None, engine, "path"), resolve_queue_depth(None, engine, "path"),
+    )  # fmt: skip
+    assert choose(engine, 4096, 2, "path") == (choice.engine, 4096, 2)
+
+
+def test_what_cannot_be_chosen_is_refused_at_once() -> None:
+    with pytest.raises(ValueError, match="unknown engine"):
+        choose("tape", None, None, "path")
+    with pytest.raises(AlignmentError):
+        choose("auto", 1, None, "path")
+    with pytest.raises(ValueError, match="queue_depth must be at least 1"):
+        choose("auto", None, 0, "path")
 
 
 def test_an_engine_opened_by_name_is_closed_and_an_open_one_is_not() -> None:

@@ -40,6 +40,13 @@ def test_a_profile_serves_its_whole_filesystem(tmp_path: Path, cache: Path) -> N
         assert load_profile(path) == PROFILE  # type: ignore[arg-type]
 
 
+def test_a_bare_name_lies_in_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_profile(tmp_path, PROFILE, gb_per_s=1.5)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "old.pt").touch()
+    assert load_profile("new.pt") == load_profile("old.pt") == PROFILE
+
+
 def test_another_filesystem_has_another_profile(tmp_path: Path) -> None:
     if os.stat("/dev/shm").st_dev == tmp_path.stat().st_dev:
         pytest.skip("the temporary directory lies on /dev/shm")
