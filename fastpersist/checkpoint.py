@@ -11,7 +11,7 @@ from fastpersist.archive.pickling import flatten
 from fastpersist.archive.selection import Selection, as_predicate, select
 from fastpersist.archive.unpickling import MapLocation, reads_no_data, resolve_weights_only
 from fastpersist.engines import DEFAULT_BLOCK_NBYTES, Engine
-from fastpersist.options import resolve_block_nbytes, resolve_queue_depth
+from fastpersist.options import choose
 from fastpersist.progress import Progress
 from fastpersist.reports import CheckpointInfo, SaveReport, VerifyReport
 from fastpersist.transfer.inspection import describe
@@ -117,8 +117,7 @@ def load(
     with torch's message for what weights_only refuses, TypeError where ``only`` meets no state dict, KeyError where it
     selects nothing, TransferError for a read that fails.
     """
-    block_nbytes = resolve_block_nbytes(block_nbytes, engine, path)
-    queue_depth = resolve_queue_depth(queue_depth, engine, path)
+    choice = choose(engine, block_nbytes, queue_depth, path)
     weights_only = resolve_weights_only(weights_only)
     wanted = None if only is None else as_predicate(only)
     without_data = reads_no_data(map_location)
@@ -136,8 +135,8 @@ def load(
             else:
                 obj = load_mapped(source, directory, map_location=map_location, weights_only=weights_only)
             return obj if wanted is None else select(obj, wanted)
-        with reading_engine(engine, source, block_nbytes, queue_depth) as (active, direct):
-            reading = Reading(active, direct, block_nbytes, queue_depth, verify, progress)
+        with reading_engine(choice, source, through_cache=engine == "auto") as (active, direct):
+            reading = Reading(active, direct, choice.block_nbytes, choice.queue_depth, verify, progress)
             return load_records(source, directory, reading, wanted, map_location=map_location, weights_only=weights_only)
 
 
@@ -149,12 +148,12 @@ def verify(path: str | os.PathLike[str], *, engine: str | Engine = "auto", progr
     has no checksums and is refused.
     """
     started = time.perf_counter()
-    block_nbytes = min(resolve_block_nbytes(None, engine, path), DEFAULT_BLOCK_NBYTES)  # of the pool
-    queue_depth = resolve_queue_depth(None, engine, path)
+    choice = choose(engine, None, None, path)
+    choice = choice._replace(block_nbytes=min(choice.block_nbytes, DEFAULT_BLOCK_NBYTES))  # of the pool
     with CheckpointFile(path) as source:
         directory = source.zip_directory()
-        with reading_engine(engine, source, block_nbytes, queue_depth) as (active, direct):
-            reading = Reading(active, direct, block_nbytes, queue_depth, True, progress)
+        with reading_engine(choice, source, through_cache=engine == "auto") as (active, direct):
+            reading = Reading(active, direct, choice.block_nbytes, choice.queue_depth, True, progress)
             checked = check_file(source, directory, reading)
     return VerifyReport(
         path=source.path,

@@ -34,13 +34,20 @@ class Choice(NamedTuple):
 
 
 def choose(engine: str | Engine, block_nbytes: int | None, queue_depth: int | None, path: Path) -> Choice:
-    """What choose_engine, resolve_block_nbytes and resolve_queue_depth give, from one look at the profile.
+    """The engine and the sizes to use for ``path``.
 
-    Raises as they do.
+    engine: an open one as it is; a name as it is, but for "auto" that of FASTPERSIST_ENGINE or the profile. block_nbytes and
+    queue_depth: argument, else FASTPERSIST_BLOCK_NBYTES and FASTPERSIST_QUEUE_DEPTH, else the open engine's or the profile's,
+    else 8 MiB and 8.
+
+    Raises TypeError for what is no engine or no whole number, AlignmentError unless block_nbytes is a multiple of 4096,
+    ValueError for an unknown engine or one that makes no sense by name, for more bytes than one transfer can move, and for a
+    depth below 1, above 1024, or above that of the open engine.
     """
     profile = _profile(engine, path)
-    chosen = _engine(engine, profile)
-    return Choice(chosen, _block_nbytes(block_nbytes, engine, profile), _queue_depth(queue_depth, engine, profile))
+    return Choice(
+        _engine(engine, profile), _block_nbytes(block_nbytes, engine, profile), _queue_depth(queue_depth, engine, profile)
+    )
 
 
 def _from_environment(variable: str) -> int | None:
@@ -59,20 +66,12 @@ def _whole_number(option: str, value: int | None) -> int | None:
     return value
 
 
-def _profile(engine: str | Engine, path: Path | None) -> Profile | None:
+def _profile(engine: str | Engine, path: Path) -> Profile | None:
     """The profile of the path's filesystem, unless the engine was chosen without it: its sizes are that engine's."""
-    if path is None or engine != "auto":
+    if engine != "auto":
         return None
     profile, named = load_profile(path), os.environ.get("FASTPERSIST_ENGINE") or "auto"
     return profile if profile is not None and named in ("auto", profile.engine) else None
-
-
-def resolve_block_nbytes(block_nbytes: int | None, engine: str | Engine, path: Path | None = None) -> int:
-    """Bytes of one transfer: argument, else FASTPERSIST_BLOCK_NBYTES, else the open engine's or the profile's, else 8 MiB.
-
-    Raises AlignmentError unless it is a multiple of 4096, ValueError if it is more than one transfer can move.
-    """
-    return _block_nbytes(block_nbytes, engine, _profile(engine, path))
 
 
 def _block_nbytes(block_nbytes: int | None, engine: str | Engine, profile: Profile | None) -> int:
@@ -88,14 +87,6 @@ def _block_nbytes(block_nbytes: int | None, engine: str | Engine, profile: Profi
     if block_nbytes > MAX_TRANSFER_NBYTES:
         raise ValueError(f"block_nbytes must be at most {MAX_TRANSFER_NBYTES}, not {block_nbytes}")
     return block_nbytes
-
-
-def resolve_queue_depth(queue_depth: int | None, engine: str | Engine, path: Path | None = None) -> int:
-    """Requests in flight: argument, else FASTPERSIST_QUEUE_DEPTH, else the open engine's or the profile's, else 8.
-
-    Raises ValueError below 1 and above 1024, and for more than an open engine was opened with.
-    """
-    return _queue_depth(queue_depth, engine, _profile(engine, path))
 
 
 def _queue_depth(queue_depth: int | None, engine: str | Engine, profile: Profile | None) -> int:
@@ -114,14 +105,6 @@ def _queue_depth(queue_depth: int | None, engine: str | Engine, profile: Profile
             return opened
         raise ValueError(f"queue_depth={queue_depth} exceeds the {opened} that the engine was opened with")
     return queue_depth
-
-
-def choose_engine(engine: str | Engine, path: Path) -> str | Engine:
-    """An open engine as it is; of a name, the one that it stands for: the environment's or the profile's for "auto".
-
-    Raises TypeError for what is neither, ValueError for an unknown name and for one that makes no sense by name.
-    """
-    return _engine(engine, _profile(engine, path))
 
 
 def _engine(engine: str | Engine, profile: Profile | None) -> str | Engine:
@@ -143,13 +126,12 @@ def _engine(engine: str | Engine, profile: Profile | None) -> str | Engine:
 
 @contextlib.contextmanager
 def ready_engine(engine: str | Engine, path: str, block_nbytes: int, queue_depth: int) -> Iterator[Engine]:
-    """The engine to use: an open one as it is (and left open), or one opened by name for this call.
+    """The engine that was chosen: an open one as it is (and left open), or one opened by name for this call.
 
-    Raises as choose_engine does, and EngineUnavailableError for a known one that cannot run here.
+    Raises EngineUnavailableError for one that cannot run here.
     """
-    chosen = choose_engine(engine, path)
-    if isinstance(chosen, Engine):
-        yield chosen
+    if isinstance(engine, Engine):
+        yield engine
         return
-    with open_engine(chosen, path=path, block_nbytes=block_nbytes, queue_depth=queue_depth) as opened:
+    with open_engine(engine, path=path, block_nbytes=block_nbytes, queue_depth=queue_depth) as opened:
         yield opened

@@ -28,7 +28,7 @@ from fastpersist.archive.unpickling import (
 from fastpersist.engines import Engine, File, _libc
 from fastpersist.errors import CheckpointFormatError, brief
 from fastpersist.memory.buffers import shared_pool
-from fastpersist.options import ready_engine
+from fastpersist.options import Choice, ready_engine
 from fastpersist.progress import Progress, ProgressCounter, progress_reporter
 from fastpersist.transfer.cuda import CUDA
 from fastpersist.transfer.device_reader import DeviceReader
@@ -55,19 +55,17 @@ class Reading:
 
 
 @contextlib.contextmanager
-def reading_engine(
-    engine: str | Engine, source: CheckpointFile, block_nbytes: int, queue_depth: int
-) -> Iterator[tuple[Engine, bool]]:
-    """The engine to read with, and whether to read directly: "auto" goes through the page cache for a file that lies in it."""
+def reading_engine(choice: Choice, source: CheckpointFile, *, through_cache: bool) -> Iterator[tuple[Engine, bool]]:
+    """The engine to read with, and whether to read directly: with ``through_cache`` not a file that lies in the page cache."""
     direct = True
-    if engine == "auto":
+    if through_cache:
         cached = _libc.cached_nbytes(source.fileno, source.nbytes)
         if cached is not None and cached >= CACHED_SHARE * source.nbytes:
             direct = False
             log.info(
                 "%s: %.0f%% of it lie in the page cache, and are read from there", source.path, 100 * cached / source.nbytes
             )
-    with ready_engine(engine, source.path, block_nbytes, queue_depth) as active:
+    with ready_engine(choice.engine, source.path, choice.block_nbytes, choice.queue_depth) as active:
         if not active.capabilities.persistent:
             raise ValueError(f"engine {active.name!r} holds no files of the disk, and cannot load any")
         yield active, direct

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from fastpersist.engines import open_engine
+from fastpersist.engines import Engine, open_engine
 from fastpersist.errors import AlignmentError
-from fastpersist.options import choose, choose_engine, ready_engine, resolve_block_nbytes, resolve_queue_depth
+from fastpersist.options import choose, ready_engine
 from fastpersist.probing.profile import Profile
 
 
@@ -18,60 +18,63 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(f"FASTPERSIST_{name}", raising=False)
 
 
+def block_nbytes(value: int | None, engine: str | Engine = "auto") -> int:
+    return choose(engine, value, None, "path").block_nbytes
+
+
+def queue_depth(value: int | None, engine: str | Engine = "auto") -> int:
+    return choose(engine, None, value, "path").queue_depth
+
+
 def test_defaults() -> None:
-    assert resolve_block_nbytes(None, "auto") == 8 << 20
-    assert resolve_queue_depth(None, "auto") == 8
+    assert block_nbytes(None) == 8 << 20
+    assert queue_depth(None) == 8
 
 
 def test_the_environment_sets_defaults_and_arguments_win(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FASTPERSIST_BLOCK_NBYTES", "65536")
     monkeypatch.setenv("FASTPERSIST_QUEUE_DEPTH", "3")
-    assert (resolve_block_nbytes(None, "auto"), resolve_queue_depth(None, "auto")) == (65536, 3)
-    assert (resolve_block_nbytes(4096, "auto"), resolve_queue_depth(2, "auto")) == (4096, 2)
+    assert (block_nbytes(None), queue_depth(None)) == (65536, 3)
+    assert (block_nbytes(4096), queue_depth(2)) == (4096, 2)
 
 
 def test_an_open_engine_brings_its_own_sizes() -> None:
     with open_engine("null", block_nbytes=8192, queue_depth=5) as engine:
-        assert resolve_block_nbytes(None, engine) == 8192
-        assert resolve_queue_depth(None, engine) == 5
-        assert resolve_queue_depth(2, engine) == 2
+        assert block_nbytes(None, engine) == 8192
+        assert queue_depth(None, engine) == 5
+        assert queue_depth(2, engine) == 2
         with pytest.raises(ValueError, match="queue_depth=6 exceeds the 5"):
-            resolve_queue_depth(6, engine)
+            queue_depth(6, engine)
 
 
 def test_the_environment_never_exceeds_an_open_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FASTPERSIST_QUEUE_DEPTH", "64")
     with open_engine("null", queue_depth=5) as engine:
-        assert resolve_queue_depth(None, engine) == 5
+        assert queue_depth(None, engine) == 5
 
 
 @pytest.mark.parametrize("value", [0, -4096, 1, 4095, 6000])
 def test_a_misaligned_block_is_refused(value: int) -> None:
     with pytest.raises(AlignmentError, match=f"multiple of 4096, not {value}"):
-        resolve_block_nbytes(value, "auto")
+        block_nbytes(value)
 
 
 def test_a_block_that_no_transfer_can_move_is_refused() -> None:
     with pytest.raises(ValueError, match="block_nbytes must be at most"):
-        resolve_block_nbytes(1 << 31, "auto")
+        block_nbytes(1 << 31)
 
 
 @pytest.mark.parametrize("value", [0, -1])
 def test_a_queue_without_room_is_refused(value: int) -> None:
     with pytest.raises(ValueError, match="queue_depth must be at least 1"):
-        resolve_queue_depth(value, "auto")
+        queue_depth(value)
 
 
 @pytest.mark.parametrize("name", ["BLOCK_NBYTES", "QUEUE_DEPTH"])
 def test_a_broken_environment_variable_is_named(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setenv(f"FASTPERSIST_{name}", "many")
     with pytest.raises(ValueError, match=f"FASTPERSIST_{name} must be a whole number, not 'many'"):
-        _resolve_both()
-
-
-def _resolve_both() -> None:
-    resolve_block_nbytes(None, "auto")
-    resolve_queue_depth(None, "auto")
+        choose("auto", None, None, "path")
 
 
 @pytest.mark.parametrize("profile", [None, Profile("posix", 1 << 20, 3)])
@@ -86,9 +89,9 @@ def test_all_are_chosen_from_one_look_at_the_profile(
         monkeypatch.setenv("FASTPERSIST_ENGINE", environment)
     choice = choose(engine, None, None, "path")
     assert looks == ["path"] * (engine == "auto")
-    assert choice == (
-        choose_engine(engine, "path"), resolve_block_nbytes(None, engine, "path"), resolve_queue_depth(None, engine, "path"),
-    )  # fmt: skip
+    used = profile if engine == "auto" and environment in (None, "auto", "posix") else None
+    expected = environment or (used.engine if used else "auto") if engine == "auto" else engine
+    assert choice == (expected, used.block_nbytes if used else 8 << 20, used.queue_depth if used else 8)
     assert choose(engine, 4096, 2, "path") == (choice.engine, 4096, 2)
 
 
@@ -113,15 +116,13 @@ def test_an_engine_opened_by_name_is_closed_and_an_open_one_is_not() -> None:
 
 def test_the_environment_names_the_engine_for_auto_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FASTPERSIST_ENGINE", "null")
-    with ready_engine("auto", "path", 4096, 2) as engine:
-        assert engine.name == "null"
-    with ready_engine("posix", "path", 4096, 2) as engine:
-        assert engine.name == "posix"
+    assert choose("auto", None, None, "path").engine == "null"
+    assert choose("posix", None, None, "path").engine == "posix"
 
 
 @pytest.mark.parametrize(
     ("engine", "error", "message"), [("memory", ValueError, "open_engine\\('memory'\\)"), (7, TypeError, "not int")]
 )
 def test_what_is_no_usable_engine_is_refused(engine: Any, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message), ready_engine(engine, "path", 4096, 2):
-        pass
+    with pytest.raises(error, match=message):
+        choose(engine, None, None, "path")

@@ -12,7 +12,7 @@ import pytest
 
 import fastpersist
 from fastpersist.engines import Availability, engine_class, open_engine
-from fastpersist.options import ready_engine, resolve_block_nbytes, resolve_queue_depth
+from fastpersist.options import choose
 from fastpersist.probing import profile as module
 from fastpersist.probing.profile import Profile, load_profile, profile_file, save_profile
 
@@ -147,7 +147,8 @@ def test_without_a_cache_directory_saving_says_so(tmp_path: Path, monkeypatch: p
 
 
 def _sizes(path: Path, engine: str = "auto") -> tuple[int, int]:
-    return resolve_block_nbytes(None, engine, path), resolve_queue_depth(None, engine, path)
+    choice = choose(engine, None, None, path)
+    return choice.block_nbytes, choice.queue_depth
 
 
 def test_the_profile_replaces_defaults(tmp_path: Path) -> None:
@@ -160,8 +161,7 @@ def test_the_environment_and_arguments_win_over_the_profile(tmp_path: Path, monk
     monkeypatch.setenv("FASTPERSIST_BLOCK_NBYTES", "65536")
     monkeypatch.setenv("FASTPERSIST_QUEUE_DEPTH", "5")
     assert _sizes(tmp_path) == (65536, 5)
-    assert resolve_block_nbytes(8192, "auto", tmp_path) == 8192
-    assert resolve_queue_depth(7, "auto", tmp_path) == 7
+    assert choose("auto", 8192, 7, tmp_path)[1:] == (8192, 7)
 
 
 def test_sizes_measured_with_one_engine_are_not_given_to_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,18 +176,16 @@ def test_sizes_measured_with_one_engine_are_not_given_to_another(tmp_path: Path,
 def test_an_open_engine_is_none_of_the_profiles_business(tmp_path: Path) -> None:
     save_profile(tmp_path, PROFILE, gb_per_s=1.5)
     with open_engine("null", block_nbytes=8192, queue_depth=5) as engine:
-        assert (resolve_block_nbytes(None, engine, tmp_path), resolve_queue_depth(None, engine, tmp_path)) == (8192, 5)
+        assert choose(engine, None, None, tmp_path) == (engine, 8192, 5)
 
 
 def test_auto_takes_the_profiles_engine_unless_the_environment_names_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_profile(tmp_path, PROFILE, gb_per_s=1.5)
-    with ready_engine("auto", str(tmp_path / "new.pt"), 4096, 2) as engine:
-        assert engine.name == "posix"
+    assert choose("auto", None, None, tmp_path / "new.pt").engine == "posix"
     monkeypatch.setenv("FASTPERSIST_ENGINE", "null")
-    with ready_engine("auto", str(tmp_path / "new.pt"), 4096, 2) as engine:
-        assert engine.name == "null"
+    assert choose("auto", None, None, tmp_path / "new.pt").engine == "null"
 
 
 def test_a_save_with_a_broken_profile_succeeds(tmp_path: Path) -> None:
