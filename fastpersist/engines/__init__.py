@@ -43,6 +43,7 @@ _REGISTRY = {
     "null": ("fastpersist.engines.memory", "NullEngine"),
 }
 _AUTO_ORDER = ("io_uring", "posix")
+_AUTO_ORDER_FOR_ONE = ("posix",)  # one transfer at a time needs no ring, which takes as long to open as that transfer
 _announced: set[str] = set()
 
 
@@ -69,9 +70,9 @@ def open_engine(
 ) -> Engine:
     """An open engine, to be closed by the caller (it is a context manager) and used by one thread.
 
-    ``name`` "auto" takes the first of io_uring and posix that can run, and logs its choice once; a named engine that
-    cannot run raises EngineUnavailableError, it never turns into another one. ``path`` names the file or directory it
-    will serve. ``block_nbytes`` and ``queue_depth`` default to 8 MiB and 8.
+    ``name`` "auto" takes the first of io_uring and posix that can run, posix for a ``queue_depth`` of 1, and logs its choice
+    once; a named engine that cannot run raises EngineUnavailableError, it never turns into another one. ``path`` names the
+    file or directory it will serve. ``block_nbytes`` and ``queue_depth`` default to 8 MiB and 8.
     """
     sizes = {
         "block_nbytes": DEFAULT_BLOCK_NBYTES if block_nbytes is None else block_nbytes,
@@ -82,13 +83,14 @@ def open_engine(
 
 def _open_first(path: str | os.PathLike[str] | None, sizes: dict[str, int]) -> Engine:
     refusals: list[str] = []
-    for name in _AUTO_ORDER:
+    for name in _AUTO_ORDER_FOR_ONE if sizes["queue_depth"] == 1 else _AUTO_ORDER:
         try:
             engine = engine_class(name)(**sizes)
         except EngineUnavailableError as error:
             refusals.append(f"{name} cannot: {error.reason}")
             continue
-        message = f"engine 'auto' is {name!r}: {'; '.join(refusals) or 'the first choice can run'}"
+        reason = "one transfer at a time" if sizes["queue_depth"] == 1 else "the first choice can run"
+        message = f"engine 'auto' is {name!r}: {'; '.join(refusals) or reason}"
         if message not in _announced:
             _announced.add(message)
             log.info("%s (first used for %s)", message, path or "no path yet")

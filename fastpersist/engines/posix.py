@@ -13,7 +13,10 @@ MAX_THREADS = 16
 
 
 class PosixEngine(Engine):
-    """Each worker thread takes a request, makes one system call without the GIL, and reports the result."""
+    """Each worker thread takes a request, makes one system call without the GIL, and reports the result.
+
+    With a queue depth of 1 there are no threads, and submit makes the call.
+    """
 
     name = "posix"
 
@@ -25,12 +28,12 @@ class PosixEngine(Engine):
         work = (self._todo, self._done, self._transfer)
         self._threads: list[threading.Thread] = []
         try:
-            for index in range(min(queue_depth, MAX_THREADS)):
+            for index in range(min(queue_depth, MAX_THREADS) if queue_depth > 1 else 0):
                 thread = threading.Thread(target=_work, args=work, name=f"fastpersist-{self.name}-{index}", daemon=True)
                 self._threads.append(thread)
                 thread.start()
         except RuntimeError:
-            self._threads.pop()  # those that there are do the work, or else whoever submits it
+            self._threads.pop()  # those that there are do the work
         except BaseException:
             for _ in self._threads:
                 self._todo.put(None)

@@ -65,8 +65,8 @@ def plan_extents(
 def _interiors(
     plan: ArchivePlan, addresses: Int64Array, memory_alignment: int, cut_nbytes: int, devices: Int64Array
 ) -> Iterator[Direct]:
-    device_of = np.append(devices, -1)[plan.storages]
-    of_record = np.where(plan.storages >= 0, np.append(addresses, 0)[plan.storages], 0)
+    device_of = np.concatenate((devices, [-1]))[plan.storages]
+    of_record = np.concatenate((addresses, [0]))[plan.storages]
     starts = -(-plan.data_offsets // cut_nbytes) * cut_nbytes
     stops = (plan.data_offsets + plan.nbytes) // cut_nbytes * cut_nbytes
     interior_addresses = of_record + starts - plan.data_offsets

@@ -25,6 +25,9 @@ CopyFromDevice = Callable[[int, int, memoryview], None]
 """(storage, start, target): have in ``target`` the bytes from ``start`` on of a storage that has no host address."""
 
 
+_NONE = np.zeros(1, np.int64)  # the address of what is no storage
+
+
 class ArchiveImage:
     """Fills buffers with ranges of the file, and keeps the checksums.
 
@@ -57,7 +60,7 @@ class ArchiveImage:
         self._ends: list[int] = [*self._headers[1:], plan.directory_offset]
         self._datas: list[int] = plan.data_offsets.tolist()
         self._storages: list[int] = plan.storages.tolist()
-        self._addresses: list[int] = np.append(addresses, 0)[plan.storages].tolist()  # of each record
+        self._addresses: list[int] = np.concatenate((addresses, _NONE))[plan.storages].tolist()  # of each record
         self._runs = _Runs(plan)
 
     def fill(self, buffer: AlignedBuffer, file_offset: int, nbytes: int) -> int:
@@ -205,11 +208,11 @@ class _Runs:
         alone = (plan.storages < 0) | (plan.nbytes == 0)
         alone |= np.maximum(plan.nbytes, plan.header_offsets) >= zipformat.LIMIT_32  # they have zip64 fields
         begins = alone[1:] | alone[:-1] | (name_nbytes[1:] != name_nbytes[:-1])
-        self._begins = np.append(np.flatnonzero(begins) + 1, plan.records)
+        self._begins: list[int] = [*(begins.nonzero()[0] + 1).tolist(), plan.records]
 
     def stop(self, record: int) -> int:
         """The first record that is not of the run of ``record``."""
-        return int(self._begins[np.searchsorted(self._begins, record, side="right")])
+        return self._begins[bisect.bisect_right(self._begins, record)]
 
     def names(self, run: slice) -> zipformat.Rows:
         """The names of a run, one in each row."""

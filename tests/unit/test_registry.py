@@ -53,6 +53,17 @@ def test_auto_says_why_when_nothing_can_run(monkeypatch: pytest.MonkeyPatch) -> 
         open_engine("auto")
 
 
+def test_one_transfer_at_a_time_takes_neither_ring_nor_thread(tmp_path: Path) -> None:
+    before = threading.active_count()
+    with open_engine("auto", queue_depth=1) as engine:
+        assert engine.name == "posix"
+        assert threading.active_count() == before
+    assert fastpersist.save({"weight": torch.zeros(100)}, tmp_path / "small.pt").engine == "posix"
+    if engine_class("io_uring").availability().usable:
+        assert fastpersist.save({"weight": torch.zeros(100)}, tmp_path / "small.pt", engine="io_uring").engine == "io_uring"
+        assert fastpersist.save({"weight": torch.zeros(9 << 20)}, tmp_path / "large.pt").engine == "io_uring"
+
+
 def test_posix_threads_end_with_the_engine() -> None:
     engine = open_engine("posix", queue_depth=5)
     assert isinstance(engine, PosixEngine)
