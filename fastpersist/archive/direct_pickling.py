@@ -93,7 +93,7 @@ class DirectPickler(StorageCollector, _PicklerInPython):  # type: ignore[misc]
         return True
 
     def _save_text(self, text: str) -> None:
-        known = self.memo.get(id(text))  # not through _refers: there is one of these for each tensor
+        known = self.memo.get(id(text))  # not through _refers, as there is a text for each tensor
         if known is None:
             place = self._memoized
             self.write(_text(text, place))
@@ -133,12 +133,15 @@ class DirectPickler(StorageCollector, _PicklerInPython):  # type: ignore[misc]
     def _save_batch(self, objects: list[Any], before: bytes, after: bytes) -> None:
         self._spend(len(objects))
         self.write(before)
+        save, ways = self.save, self._ways
         for obj in objects:
-            self.save(obj)
+            ways.get(type(obj), save)(obj)
         self.write(after)
 
     def _save_tensor(self, tensor: torch.Tensor) -> None:
-        if self._refers(tensor):
+        known = self.memo.get(id(tensor))
+        if known is not None:
+            self.write(self.get(known[0]))
             return
         if not self.knows_tensors or not is_plain(tensor):
             super().save(tensor)
