@@ -4,7 +4,9 @@ python benchmarks/gil_interference.py --folder /mnt/nvme0
 
 Two threads that share a machine slow each other even if one holds no lock of the interpreter: caches, memory and, between
 cores that are not all there, time. So the loop runs beside a thread of C's memcpy as well, which is given as many CPU seconds
-per second as the saves of the same round took. What the saves slow the loop beyond that is the interpreter's lock.
+per second as the saves of the same round took. What the saves slow the loop beyond that is the interpreter's lock and the mood
+of the machine, which runs a few per cent faster or slower from one round to the next. So the time in which the loop's thread
+did not run is measured, too: it waited for the lock, or for a core.
 """
 
 from __future__ import annotations
@@ -40,10 +42,13 @@ Beside = Callable[[threading.Event], int]
 
 @dataclass(slots=True)
 class Neighbour:
-    """What ran beside the loop, round by round: counts per second, CPU seconds per second of all other threads, bytes too."""
+    """What ran beside the loop, round by round: counts per second, the share of time in which the loop waited, CPU seconds per
+    second of all other threads, bytes per second.
+    """
 
     name: str
     counts: list[float] = field(default_factory=list)
+    waits: list[float] = field(default_factory=list)
     cpu_shares: list[float] = field(default_factory=list)
     rates: list[float] = field(default_factory=list)
 
@@ -54,6 +59,7 @@ class Neighbour:
     def cells(self, alone: Neighbour) -> Cells:
         """Its line of the table."""
         cells = {"beside": self.name, "million counts/s": f"{statistics.median(self.counts) / 1e6:.1f}"}
+        cells["waiting, % (range)"] = str(Spread.of(self.waits))
         if self is not alone:
             cells["slower by % (range)"] = str(Spread.of(self.slowdowns(alone)))
             cells["CPU s per s"] = f"{statistics.median(self.cpu_shares):.3f}"
@@ -64,7 +70,9 @@ class Neighbour:
         """One round."""
         started, cpu_before, own_before = time.perf_counter(), process_cpu_seconds(), time.thread_time()
         with _running(beside) as moved:
-            self.counts.append(count_for(seconds))
+            counts, waited = count_for(seconds)
+        self.counts.append(counts)
+        self.waits.append(waited)
         own = time.thread_time() - own_before
         elapsed = time.perf_counter() - started
         self.cpu_shares.append(max(0.0, process_cpu_seconds() - cpu_before - own) / elapsed)
@@ -88,14 +96,15 @@ def _running(beside: Beside | None) -> Iterator[list[int]]:
         thread.join()
 
 
-def count_for(seconds: float) -> float:
-    """Count in pure Python; returns counts per second."""
-    started = time.perf_counter()
+def count_for(seconds: float) -> tuple[float, float]:
+    """Count in pure Python; returns counts per second, and per cent of the time in which this thread did not run."""
+    started, cpu_started = time.perf_counter(), time.thread_time()
     counted = 0
     while time.perf_counter() - started < seconds:
         for _ in range(_COUNTS):
             counted += 1
-    return counted / (time.perf_counter() - started)
+    elapsed, ran = time.perf_counter() - started, time.thread_time() - cpu_started
+    return counted / elapsed, 100 * max(0.0, 1 - ran / elapsed)
 
 
 class Copier:
@@ -160,6 +169,8 @@ def main(
         print_table([neighbour.cells(alone) for neighbour in (alone, copies, saves)])
         pairs = zip(saves.slowdowns(alone), copies.slowdowns(alone), strict=True)
         print(f"saves slow the loop by {Spread.of([mine - other for mine, other in pairs])} % more than memcpy does")
+        more = Spread.of([mine - other for mine, other in zip(saves.waits, copies.waits, strict=True)])
+        print(f"saves keep it waiting for {more} % more of the time than memcpy does")
 
 
 if __name__ == "__main__":

@@ -54,4 +54,5 @@ def test_counting_is_slowed_by_saves_and_by_memcpy(tmp_path: Path) -> None:
     for neighbour in ("nothing", "memcpy, as many CPU seconds", "async_save, snapshot=False"):
         assert f"| {neighbour} |" in output
     assert re.search(r"^saves slow the loop by \S+ \(.*\) % more than memcpy does$", output, re.MULTILINE)
+    assert re.search(r"^saves keep it waiting for \S+ \(.*\) % more of the time than memcpy does$", output, re.MULTILINE)
     assert not folder.exists()
