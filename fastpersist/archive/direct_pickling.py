@@ -6,7 +6,7 @@ pickled in the usual way, and leaves a form that is filled in for all that follo
 
 It builds upon the pickler in Python that the standard library keeps beside the one in C; only what a checkpoint has many of
 is done differently. All else is slower than in C: an account of time is kept, and PicklingInCIsFasterError ends an attempt that
-does not pay.
+does not pay (what was pickled until then is pickled once more).
 """
 
 from __future__ import annotations
