@@ -115,7 +115,7 @@ class Pipeline:
         """Wait until every request has ended well. Raises the failure of the first that has not."""
         self.start_held()
         while self._engine.in_flight:
-            self._reap(self._engine.in_flight)
+            self._reap(min(self.together, self._engine.in_flight))
 
     def borrow(self, nbytes: int) -> AlignedBuffer:
         """A buffer from the pool, waiting for requests of this pipeline to give one back where that is needed."""
