@@ -19,6 +19,15 @@ def cache_directory_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> Iter
         yield
 
 
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Let torch compute in one thread: the tensors are tiny, and its threads spin where the machine is busy."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[gated.Gate]:
     """The gate of engine "gated", which exists within the test; it is opened at the end."""

@@ -10,19 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.faults.scene import Scene
 from tests.mounting import Mounts
 
 
-@pytest.fixture(autouse=True, scope="session")
-def one_thread() -> Iterator[None]:
-    """Let torch compute in one thread: the tensors are tiny, and its threads spin where the machine is busy."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+@pytest.fixture(autouse=True, scope="module")
+def all_in_one_thread(one_thread: None) -> None:
+    """For every test here."""
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,18 +21,9 @@ from fastpersist import Checkpointer, CheckpointerBusyError, NotDurableError, Tr
 from fastpersist.engines import Engine
 from tests.faults.scene import without_nameless_files
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("one_thread")]
 
 LOCK, LEDGER, SPARE = ".step.lock", ".step.written.json", ".step.spare"
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Let torch compute in one thread: the tensors are tiny, and its threads spin where the machine is busy."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture
