@@ -122,7 +122,7 @@ class IoUringEngine(Engine):
             self._interrupted = True  # the entries are still in the ring: nothing may be submitted after them
             return [(ticket, refused) for ticket in stuck]
         while not (taken := self._ring.take()):
-            code = self._ring.wait(timeout, min(at_least, self._ring.inside_kernel))
+            code = self._ring.wait(timeout, max(1, min(at_least, self._ring.inside_kernel)))
             if code == -errno.ETIME:
                 return []
             if code < 0 and code != -errno.EINTR:  # after EINTR Python runs the signal's handler, then we wait again
