@@ -6,8 +6,10 @@ import contextlib
 import gc
 import io
 import pickle
+from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -17,6 +19,7 @@ from fastpersist.archive.direct_pickling import DirectPickler
 PICKLE_PROTOCOLS = (2, 3)
 """What torch.load(weights_only=True) accepts."""
 
+_CONTAINERS = (list, tuple, dict, OrderedDict)
 _MANY_ENTRIES = 50  # below, the pickler in C is faster
 _MANY_OBJECTS = 10_000
 
@@ -54,10 +57,10 @@ def flatten(obj: object, protocol: int = 2) -> FlatObject:
 
 
 def _pickle_directly(obj: object, protocol: int) -> tuple[bytes, StorageCollector] | None:
-    if _entries(obj) < _MANY_ENTRIES:
-        return None
-    pickler = DirectPickler(protocol)
     try:
+        if _entries(obj) < _MANY_ENTRIES:
+            return None
+        pickler = DirectPickler(protocol)
         return pickler.run(obj), pickler
     except Exception:  # it does not pay, or the object cannot be pickled: the other pickler shows it, by errors of its own
         return None
@@ -70,12 +73,12 @@ def _pickle_in_c(obj: object, protocol: int) -> tuple[bytes, StorageCollector]:
     return buffer.getvalue(), pickler
 
 
-def _entries(obj: object) -> int:
-    """Entries of a list or dict and of those in it."""
-    if not isinstance(obj, list | tuple | dict):
+def _entries(obj: Any) -> int:
+    """Entries of a container and of those in it. Subclasses may have a mind of their own, and are not asked."""
+    if type(obj) not in _CONTAINERS:
         return 0
     values = obj.values() if isinstance(obj, dict) else obj
-    return len(obj) + sum(len(value) for value in values if isinstance(value, list | tuple | dict))
+    return len(obj) + sum(len(value) for value in values if type(value) in _CONTAINERS)
 
 
 class _PicklerInC(StorageCollector, pickle.Pickler):

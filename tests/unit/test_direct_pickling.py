@@ -194,6 +194,21 @@ def test_a_freed_entry_does_not_lend_its_place():
     assert len(check(padded(*(MakesEntries() for _ in range(5)))).storages) == 100
 
 
+class Lazy(dict):  # type: ignore[type-arg]
+    """A dict that computes its values when they are asked for, and cannot just now; its pickle holds none."""
+
+    def __len__(self) -> int:
+        raise OSError("the data is not here")
+
+    values = __len__  # type: ignore[assignment]
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return dict, ()
+
+
+real = DirectPickler.run
+
+
 class TestGivingUp:
     """What pickle does better it is given, at once and in full."""
 
@@ -214,11 +229,20 @@ class TestGivingUp:
         assert len(flat.storages) == 100
         assert flat.pickle_bytes == pickling._pickle_in_c(obj, 2)[0]
 
+    def test_containers_with_a_mind_of_their_own_are_not_asked(self):
+        """To count their entries may load them, or fail, where pickling them does not."""
+        obj = {"lazy": Lazy(a=1), "also": [0] * 100}
+        assert flatten(obj).pickle_bytes == pickle.dumps(obj, 2)
+        assert flatten(Lazy(a=1)).pickle_bytes == pickle.dumps(Lazy(a=1), 2)
+
     def test_few_entries_are_not_worth_it(self, monkeypatch):
-        monkeypatch.setattr(pickling, "DirectPickler", None)
+        runs: list[object] = []
+        monkeypatch.setattr(DirectPickler, "run", lambda self, obj: runs.append(obj) or real(self, obj))
         flatten({"weights": torch.zeros(3)})
-        with pytest.raises(TypeError):  # and what has many is
-            flatten({"model": {str(number): torch.zeros(1) for number in range(60)}})
+        assert runs == []
+        many = {"model": {str(number): torch.zeros(1) for number in range(60)}}
+        flatten(many)
+        assert runs == [many]
 
     def test_deep_nesting(self):
         obj: list[object] = [0] * 60
