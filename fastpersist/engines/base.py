@@ -127,7 +127,7 @@ class Engine(ABC):
         self._process = os.getpid()
         self._closed = False
         self._inside_hook = False  # left True by an exception that interrupts a hook: the books are then not to be trusted
-        self._interrupted = False
+        self._interrupted = False  # nothing may be submitted any more; what is in flight is waited for
 
     @classmethod
     def availability(cls) -> Availability:
@@ -170,13 +170,15 @@ class Engine(ABC):
         return False
 
     def submit(self, *requests: Request) -> None:
-        """Start transfers and return without waiting for them. All are started, or an exception and none.
+        """Start transfers and return without waiting for them. All are checked before the first is started.
 
         Raises QueueFull if more than ``queue_depth`` requests would be in flight, AlignmentError for a misaligned request
         on a direct file, ValueError for one that no engine could carry out, EngineStateError after close or from a wrong
         thread.
         """
         self._check_state()
+        if self._interrupted:
+            raise self._was_interrupted()
         for request in requests:
             self._check_request(request)
         if len(self._pending) + len(requests) > self.queue_depth:
@@ -269,13 +271,16 @@ class Engine(ABC):
             raise EngineStateError(f"engine {self.name!r} is closed")
         if self._process != os.getpid():
             raise EngineStateError(f"engine {self.name!r} belongs to the parent process: open a new one after a fork")
-        if self._inside_hook or self._interrupted:
-            raise EngineStateError(f"engine {self.name!r} was interrupted inside a transfer: close it and open a new one")
+        if self._inside_hook:
+            raise self._was_interrupted()
         thread = threading.get_ident()
         if self._owner_thread is None:
             self._owner_thread = thread
         elif self._owner_thread != thread:
             raise EngineStateError(f"engine {self.name!r} belongs to the thread that first used it: open one per thread")
+
+    def _was_interrupted(self) -> EngineStateError:
+        return EngineStateError(f"engine {self.name!r} was interrupted inside a transfer: close it and open a new one")
 
     def _check_request(self, request: Request) -> None:
         file, limit = request.file, self.capabilities.max_transfer_nbytes

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import fastpersist
 from fastpersist.engines import Write, _liburing, available, engine_class, open_engine
 from fastpersist.engines import io_uring as module
 from fastpersist.engines.io_uring import IoUringEngine
-from fastpersist.errors import EngineStateError, EngineUnavailableError
-from fastpersist.memory.buffers import AlignedBuffer
+from fastpersist.errors import EngineStateError, EngineUnavailableError, TransferError
+from fastpersist.memory.buffers import AlignedBuffer, shared_pool
 from fastpersist.testing import collect
 
 needs_io_uring = pytest.mark.skipif(not IoUringEngine.availability().usable, reason=IoUringEngine.availability().reason or "-")
@@ -125,6 +128,60 @@ def test_a_submission_refused_for_good_fails_and_ends_the_engine(
         assert completion.error is not None or completion.residual is not None
         with pytest.raises(EngineStateError, match="interrupted"):
             engine.submit(request)
+
+
+@needs_io_uring
+def test_several_refused_for_now_are_made_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(module, "SUBMIT_PAUSE_SECONDS", 0.0)
+    refusals = _refuse_submissions(monkeypatch, errno.EAGAIN, times=3)
+    buffer = AlignedBuffer(4 * 4096)
+    buffer.view[:] = content = os.urandom(4 * 4096)
+    with open_engine("io_uring") as engine, engine.open(str(tmp_path / "file"), "w") as file:
+        engine.submit(
+            *(Write(file, buffer.address + start, 4096, start, owner=buffer) for start in range(0, len(content), 4096))
+        )
+        assert [completion.error for completion in collect(engine)] == [None] * 4
+    assert len(refusals) == 3
+    assert (tmp_path / "file").read_bytes() == content
+
+
+@needs_io_uring
+@pytest.mark.parametrize("accepted", [1, 2])
+def test_what_the_kernel_has_taken_is_waited_for_after_a_refusal(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, accepted: int
+) -> None:
+    """The memory of requests in flight belongs to the kernel, whatever became of those after them."""
+    monkeypatch.setattr(module, "SUBMIT_PAUSE_SECONDS", 0.0)
+    nbytes = 1 << 20
+    buffer = AlignedBuffer(nbytes)
+    with open_engine("io_uring") as engine, engine.open(str(tmp_path / "file"), "w") as file:
+        assert isinstance(engine, IoUringEngine)
+        for number in range(accepted):
+            engine.submit(Write(file, buffer.address, nbytes, number * nbytes, owner=buffer))
+        _refuse_submissions(monkeypatch, errno.EFAULT, times=10**9)
+        more = [Write(file, buffer.address, nbytes, number * nbytes, owner=buffer) for number in range(accepted, accepted + 3)]
+        engine.submit(*more)
+        refused = engine.wait()
+        assert [completion.request for completion in refused if completion.error is not None] == more
+        engine.drain()
+        assert engine.in_flight == 0
+        assert engine._ring.inside_kernel == 0
+        with pytest.raises(EngineStateError, match="interrupted"):
+            engine.submit(more[0])
+
+
+@needs_io_uring
+def test_a_save_that_is_refused_on_the_way_leaves_nothing_in_flight(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(module, "SUBMIT_PAUSE_SECONDS", 0.0)
+    real, calls = _liburing.Ring.submit, itertools.count(1)
+    monkeypatch.setattr(_liburing.Ring, "submit", lambda ring: real(ring) if next(calls) <= 2 else -errno.EFAULT)
+    tensors = [torch.zeros(1 << 20, dtype=torch.uint8) for _ in range(9)]
+    descriptors = os.listdir("/proc/self/fd")
+    with pytest.raises(TransferError, match="Bad address"):
+        fastpersist.save(tensors, tmp_path / "m.pt", engine="io_uring", block_nbytes=1 << 18)
+    assert shared_pool().lent_nbytes == 0
+    assert os.listdir(tmp_path) == []
+    assert os.listdir("/proc/self/fd") == descriptors
 
 
 @needs_io_uring
