@@ -121,15 +121,20 @@ class Bench:
         """fastpersist.save by each engine, with these options."""
         return [our_saver(f"fastpersist, {name}", engine=name, **options) for name in self.engines]
 
-    def ours_and_unchecked(self, **options: Any) -> list[Saver]:
-        """Those, and io_uring without checksums, to show what they cost."""
-        unchecked = our_saver("fastpersist, io_uring, no checksums", engine="io_uring", checksum=False, **options)
-        return [*self.ours(**options), *([unchecked] if "io_uring" in self.engines else [])]
+    def ours_and_variants(self, **options: Any) -> list[Saver]:
+        """Those, and io_uring with other options than the defaults, to show what each costs."""
+        variants = [{"checksum": False}, {"zero_copy": True}, {"zero_copy": False}] if "io_uring" in self.engines else []
+        return [*self.ours(**options), *(_variant(variant, options) for variant in variants)]
 
     def heading(self, title: str, folder: Path, *remarks: str) -> None:
         """What the reader of a table must know."""
         print(f"**{title}; {self.rounds} paired rounds, GB = 1e9 bytes**", end="\n\n")
         print("; ".join((machine_line(folder), *remarks)), flush=True)
+
+
+def _variant(variant: dict[str, bool], options: dict[str, Any]) -> Saver:
+    ((name, value),) = variant.items()
+    return our_saver(f"fastpersist, io_uring, {name}={value}", engine="io_uring", **variant, **options)
 
 
 def fresh(bench: Bench) -> None:
@@ -145,7 +150,7 @@ def save_fresh(bench: Bench, title: str, obj: object, folder: Path, *remarks: st
     fio_engine, fio_remark = fio.usable_engine(folder)
     ceiling = fio.Ceiling(fio_engine, nbytes) if fio_engine else None
     others = peers()
-    savers = [*others.values(), *bench.ours_and_unchecked()]
+    savers = [*others.values(), *bench.ours_and_variants()]
     warm_up(savers, path)
     saves = [Saves(saver.tag, saver=saver, ceiling=ceiling) for saver in savers]
     measure_rounds(saves, obj, path, bench.rounds)
@@ -181,7 +186,7 @@ def recycled(bench: Bench) -> None:
     fio_engine, fio_remark = fio.usable_engine(bench.scratch)
     ceiling = fio.Ceiling(fio_engine, bench.large_nbytes, allocated=retired) if fio_engine else None
     saves = [Saves(f"{saver.tag}, fresh", saver=saver) for saver in others.values()]
-    recycling = bench.ours_and_unchecked(recycle=retired)
+    recycling = bench.ours_and_variants(recycle=retired)
     saves += [Saves(saver.tag, saver=saver, ceiling=ceiling, retired=retired) for saver in recycling]
     measure_rounds(saves, tensors, bench.path, bench.rounds)
     retired.unlink()

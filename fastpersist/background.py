@@ -56,6 +56,7 @@ def async_save(
     checksum: bool = True,
     durable: bool = True,
     layout: str = "auto",
+    zero_copy: bool | None = True,
     recycle: str | os.PathLike[str] | None = None,
     pickle_protocol: int = 2,
     progress: bool | Progress = False,
@@ -76,13 +77,16 @@ def async_save(
     order of the calls. engine: a name; an open engine belongs to one thread. The other options are those of ``save``, and
     ``progress`` is called in the thread.
 
+    zero_copy is True here unless it is given: a training needs the CPU more than the save needs the disk, and copies are on
+    huge pages already.
+
     Raises at once what ``save`` raises before it opens a file; later failures come from the PendingSave. One that nobody has
     asked about is logged, raised by the next call of async_save, and printed when the interpreter exits.
     """
     return begin_save(
         obj, path, snapshot=snapshot, guard=guard, max_staging_nbytes=max_staging_nbytes, max_pending=max_pending,
         pickle_protocol=pickle_protocol, engine=engine, block_nbytes=block_nbytes, queue_depth=queue_depth, checksum=checksum,
-        durable=durable, layout=layout, recycle=recycle, progress=progress,
+        durable=durable, layout=layout, zero_copy=zero_copy, recycle=recycle, progress=progress,
     )  # fmt: skip
 
 
@@ -95,6 +99,7 @@ def begin_save(
     max_staging_nbytes: int | None = None,
     max_pending: int = 1,
     pickle_protocol: int = 2,
+    zero_copy: bool | None = True,
     afterwards: Callable[[], object] | None = None,
     **job_options: Any,
 ) -> PendingSave:
@@ -113,7 +118,7 @@ def begin_save(
     if max_staging_nbytes is not None and max_staging_nbytes < 0:
         raise ValueError(f"max_staging_nbytes must not be negative, but it is {max_staging_nbytes}")
     optimizers = [] if guard is None else as_optimizers(guard)
-    job = SaveJob.check(path, **job_options)
+    job = SaveJob.check(path, zero_copy=zero_copy, **job_options)
     remove_idle_hooks()
     _raise_what_nobody_asked_about()
     with _worker.place(max_pending) as place:

@@ -93,7 +93,9 @@ class Checkpointer:
             latest = self.latest()
             if latest is not None and latest > step:
                 log.warning("%s: step %d is saved while step %d exists, which stays the latest", self.directory, step, latest)
-            options = {**self._options, "snapshot": False, "guard": None} if blocking else self._options
+            options = self._options
+            if blocking:  # as fastpersist.save does it
+                options = {"zero_copy": None, **options, "snapshot": False, "guard": None}
             pending = begin_save(obj, path, recycle=spare, must_recycle=False, afterwards=self._prune, **options)
         except BaseException:
             self._forget(step)

@@ -5,6 +5,7 @@ the path's filesystem (used with engine "auto" only), and that over defaults. Ch
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -21,8 +22,13 @@ from fastpersist.engines import (
 from fastpersist.errors import AlignmentError
 from fastpersist.memory.alignment import PAGE_NBYTES, is_aligned
 from fastpersist.probing.profile import Profile, load_profile
+from fastpersist.probing.small_pages import slowed_by_small_pages
+
+log = logging.getLogger("fastpersist")
 
 Path = str | os.PathLike[str]
+
+_ZERO_COPY = "FASTPERSIST_ZERO_COPY"
 
 
 class Choice(NamedTuple):
@@ -48,6 +54,29 @@ def choose(engine: str | Engine, block_nbytes: int | None, queue_depth: int | No
     return Choice(
         _engine(engine, profile), _block_nbytes(block_nbytes, engine, profile), _queue_depth(queue_depth, engine, profile)
     )
+
+
+def check_zero_copy(zero_copy: bool | None) -> bool | None:
+    """Whether tensors are written from where they lie: argument, else FASTPERSIST_ZERO_COPY (1 or 0), else None.
+
+    Raises TypeError and ValueError for what is neither true nor false.
+    """
+    if zero_copy is not None:
+        if not isinstance(zero_copy, bool):
+            raise TypeError(f"zero_copy must be True, False or None, not {zero_copy!r}")
+        return zero_copy
+    text = os.environ.get(_ZERO_COPY)
+    if text and text not in ("0", "1"):
+        raise ValueError(f"the environment variable {_ZERO_COPY} must be 0 or 1, not {text!r}")
+    return text == "1" if text else None
+
+
+def choose_zero_copy(zero_copy: bool | None, directory: str) -> bool:
+    """The last word for direct I/O to a file in ``directory``, where check_zero_copy left it open."""
+    if zero_copy is None and slowed_by_small_pages(directory):
+        log.info("%s: virtio takes small pages slowly, tensors are copied to large ones (zero_copy=True does not)", directory)
+        return False
+    return zero_copy is not False
 
 
 def _from_environment(variable: str) -> int | None:

@@ -1,4 +1,4 @@
-"""For all tests: profiles that a developer has saved must not change what is tested."""
+"""For all tests: neither profiles that a developer has saved nor the kind of disk may change what is tested."""
 
 from __future__ import annotations
 
@@ -16,6 +16,14 @@ def cache_directory_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> Iter
     """Point XDG_CACHE_HOME to an empty directory, for child processes too."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def zero_copy_on_every_disk() -> Iterator[None]:
+    """Tensors are written from where they lie unless a test says otherwise, in child processes too."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FASTPERSIST_ZERO_COPY", "1")
         yield
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 SYSFS = Path("/sys")
 _SECTOR_NBYTES = 512  # sysfs counts sizes in these, whatever the device's own sectors are
 _MAX_DEVICES = 64
+_VIRTIO = re.compile(r"virtio\d+")
 
 DeviceOf = Callable[[str], str | None]
 """From a path to the "major:minor" of the block device that it lies on."""
@@ -21,7 +23,7 @@ class Device:
 
     kind: "disk", "nvme", "partition", "loop", "device-mapper" or "md". backing_file is that of a loop device.
     link and link_at_best are the PCI link as it runs and as it could ("16.0 GT/s PCIe x4"). The limits of the queue are
-    those of the whole disk, for a partition too.
+    those of the whole disk, for a partition too. virtio: a disk of a virtual machine, behind that interface.
     """
 
     level: int
@@ -42,6 +44,7 @@ class Device:
     numa_node: int | None
     link: str | None
     link_at_best: str | None
+    virtio: bool = False
 
 
 def device_chain(number: str, device_of: DeviceOf = lambda path: None, sysfs: Path = SYSFS) -> list[Device]:
@@ -94,6 +97,7 @@ def _describe(folder: Path, number: str, level: int) -> Device:
         numa_node=_numa_node(controller),
         link=_link(controller, "current"),
         link_at_best=_link(controller, "max"),
+        virtio=any(_VIRTIO.fullmatch(part) for part in folder.parts),
     )
 
 

@@ -66,7 +66,7 @@ def _fact_lines(facts: Facts) -> Iterator[tuple[str, str]]:
 
 def _device_line(device: Device) -> str:
     numa = None if device.numa_node is None else f"NUMA node {device.numa_node}"
-    parts = [device.name, device.model, device.backing_file, device.link, numa]
+    parts = [device.name, "virtio" if device.virtio else None, device.model, device.backing_file, device.link, numa]
     parts += [decimal(device.nbytes)] if device.nbytes is not None else []
     named = {
         "logical block": device.logical_block_nbytes,

@@ -17,7 +17,7 @@ from fastpersist.engines import DEFAULT_BLOCK_NBYTES, Engine, File, Memory
 from fastpersist.errors import RecycleRefusedError, as_transfer_error
 from fastpersist.memory.alignment import PAGE_NBYTES, round_up
 from fastpersist.memory.buffers import shared_pool
-from fastpersist.options import choose, ready_engine
+from fastpersist.options import check_zero_copy, choose, choose_zero_copy, ready_engine
 from fastpersist.progress import Progress, ProgressCounter, progress_reporter
 from fastpersist.reports import SaveReport
 from fastpersist.transfer.cuda import CUDA
@@ -46,6 +46,7 @@ class SaveJob:
     checksum: bool
     durable: bool
     layout: str
+    zero_copy: bool | None
     recycle: str | None
     must_recycle: bool
     progress: bool | Progress
@@ -61,6 +62,7 @@ class SaveJob:
         checksum: bool = True,
         durable: bool = True,
         layout: str = "auto",
+        zero_copy: bool | None = None,
         recycle: Path | None = None,
         must_recycle: bool = True,
         progress: bool | Progress = False,
@@ -73,7 +75,7 @@ class SaveJob:
         if layout not in LAYOUTS:
             raise ValueError(f"unknown layout {layout!r}: use one of {', '.join(map(repr, LAYOUTS))}")
         return cls(
-            resolve_target(path), _prefix(path), *choice, checksum, durable, layout,
+            resolve_target(path), _prefix(path), *choice, checksum, durable, layout, check_zero_copy(zero_copy),
             None if recycle is None else os.path.abspath(os.fsdecode(recycle)), must_recycle, progress,
         )  # fmt: skip
 
@@ -156,6 +158,8 @@ class SaveJob:
         reachable = addresses  # for the engine: device memory, too, where it can move that
         if work and Memory.DEVICE in engine.capabilities.memory:
             reachable = _with_device_addresses(flat, addresses, devices, work)
+        if self._copies(engine, file):
+            reachable = np.where(devices >= 0, reachable, 0)
         archive = plan(
             self.prefix,
             flat.pickle_bytes,
@@ -187,6 +191,12 @@ class SaveJob:
             with as_transfer_error("cannot set the length of", self.target, nbytes=archive.file_nbytes):
                 engine.resize(file, archive.file_nbytes)
         return archive, copied_nbytes
+
+    def _copies(self, engine: Engine, file: File) -> bool:
+        """Whether host memory goes through buffers, which lie on huge pages, rather than from where it lies."""
+        if self.zero_copy is None and not (file.direct and engine.capabilities.persistent):
+            return False  # the page cache is a copy already, and "null" shows what the software could do
+        return not choose_zero_copy(self.zero_copy, os.path.dirname(self.target))
 
     def _blocks(
         self, archive: ArchivePlan, addresses: Int64Array, devices: Int64Array, file: File, cut_nbytes: int

@@ -157,8 +157,9 @@ recipes = st.builds(
     st.integers(1, 8),
     layouts,
     st.booleans(),
+    st.booleans(),
 )
-def test_any_tensors_make_a_file_that_torch_loads(wanted, block_nbytes, queue_depth, layout, checksum):
+def test_any_tensors_make_a_file_that_torch_loads(wanted, block_nbytes, queue_depth, layout, checksum, zero_copy):
     tensors = [recipe.make(seed) for seed, recipe in enumerate(wanted)]
     with MemoryEngine(queue_depth=8) as engine:
         report = fastpersist.save(
@@ -169,6 +170,7 @@ def test_any_tensors_make_a_file_that_torch_loads(wanted, block_nbytes, queue_de
             queue_depth=queue_depth,
             layout=layout,
             checksum=checksum,
+            zero_copy=zero_copy,
         )
         content = engine.contents(report.path)
     assert len(content) == report.file_nbytes

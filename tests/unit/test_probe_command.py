@@ -41,6 +41,7 @@ DEVICE = {
     **dict.fromkeys(("nbytes", "logical_block_nbytes", "physical_block_nbytes", "max_sectors_kb"), (int, NoneType)),
     **dict.fromkeys(("max_hw_sectors_kb", "nr_requests", "numa_node"), (int, NoneType)),
     "rotational": (bool, NoneType),
+    "virtio": bool,
 }
 FACTS = {
     **dict.fromkeys(("kernel", "architecture"), str),
