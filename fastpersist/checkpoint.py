@@ -139,7 +139,8 @@ def load(
                 obj = load_mapped(source, directory, map_location=map_location, weights_only=weights_only)
             return obj if wanted is None else select(obj, wanted)
         with reading_engine(choice, source, through_cache=engine == "auto") as (active, direct):
-            reading = Reading(active, direct, choice.block_nbytes, choice.queue_depth, verify, progress)
+            own = active is not engine
+            reading = Reading(active, own, direct, choice.block_nbytes, choice.queue_depth, verify, progress)
             return load_records(source, directory, reading, wanted, map_location=map_location, weights_only=weights_only)
 
 
@@ -156,7 +157,7 @@ def verify(path: str | os.PathLike[str], *, engine: str | Engine = "auto", progr
     with CheckpointFile(path) as source:
         directory = source.zip_directory()
         with reading_engine(choice, source, through_cache=engine == "auto") as (active, direct):
-            reading = Reading(active, direct, choice.block_nbytes, choice.queue_depth, True, progress)
+            reading = Reading(active, active is not engine, direct, choice.block_nbytes, choice.queue_depth, True, progress)
             checked = check_file(source, directory, reading)
     return VerifyReport(
         path=source.path,

@@ -106,7 +106,10 @@ def unflatten(
         unpickler = _TrustingUnpickler(source, encoding="utf-8")
     unpickler.persistent_load = loader.persistent_load
     with garbage_collector_paused(), torchs_state_kept(map_location):
-        obj = _translate_errors(unpickler.load, weights_only)
+        try:
+            obj = _translate_errors(unpickler.load, weights_only)
+        finally:
+            loader.forget_sources()
         loader.make_all()
         return obj
 
@@ -117,7 +120,7 @@ def _translate_errors(load: Callable[[], Any], weights_only: bool) -> Any:
         torch._utils._validate_loaded_sparse_tensors()  # type: ignore[no-untyped-call]
         return result
     except _OwnError as carrier:
-        raise carrier.error from None
+        own = carrier.error
     except (pickle.UnpicklingError, MemoryError, RecursionError) as error:
         if weights_only and isinstance(error, pickle.UnpicklingError):
             raise
@@ -128,6 +131,10 @@ def _translate_errors(load: Callable[[], Any], weights_only: bool) -> Any:
         if not weights_only:
             raise
         raise CheckpointFormatError(f"data.pkl does not describe an object that can be rebuilt: {brief(error)}") from error
+    try:
+        raise own  # here, where it does not come to refer to its carrier, and so to itself and the file
+    finally:
+        del own
 
 
 @contextmanager
@@ -176,6 +183,8 @@ class _StorageLoader:
             storage, read = self._lookup(key), True
         except KeyError:
             storage, read = self._look_elsewhere(key)
+        except Exception as error:  # it may be read only now
+            raise _OwnError(error) from error
         dtype = self._dtypes.get(storage_type) or self._dtype(storage_type, key)
         nbytes = storage[2] if isinstance(storage, tuple) else storage.nbytes()
         if nbytes != numel * dtype.itemsize:
@@ -207,6 +216,10 @@ class _StorageLoader:
         except Exception as error:
             raise _OwnError(error) from error
 
+    def forget_sources(self) -> None:
+        """Nothing is looked up any more: an error that somebody keeps, and with it this object, shall keep no file open."""
+        self._lookup, self._unread = _no_storage, None
+
     def make_all(self) -> None:
         """Make the storages that nothing has looked at yet: the object holds them as such, not through a tensor."""
         for typed in self._loaded.values():
@@ -219,6 +232,10 @@ class _StorageLoader:
             raise _OwnError(CheckpointFormatError(f"data.pkl gives storage {brief(key)} a type that is no storage's"))
         self._dtypes[storage_type] = dtype
         return dtype
+
+
+def _no_storage(key: str) -> Raw:
+    raise KeyError(key)
 
 
 def _typed_storage(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.storage.TypedStorage:

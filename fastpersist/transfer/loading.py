@@ -1,4 +1,4 @@
-"""From a checkpoint file to an object: storages first, then the pickle that refers to them."""
+"""From a checkpoint file to an object: while the storages arrive, the pickle is read that refers to them."""
 
 from __future__ import annotations
 
@@ -44,9 +44,10 @@ CACHED_SHARE = 0.9
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """How to read: the engine, whether directly, and in what sizes."""
+    """How to read: the engine, whether it was opened for this alone, whether to read directly, and in what sizes."""
 
     engine: Engine
+    own_engine: bool
     direct: bool
     block_nbytes: int
     queue_depth: int
@@ -85,12 +86,11 @@ def load_records(
         sketch = None if wanted is None else Sketch(source, directory, weights_only=weights_only, order=order)
         chosen, records = (set(), directory.storages()) if sketch is None or wanted is None else sketch.choose(wanted)
         device = CUDA.device_named(map_location) if order == sys.byteorder else -1
-        take = _read_storages(source, directory, records, reading, device)
-        unread = None if sketch is None else sketch.storage
-        place = None if device < 0 else _stay
-        obj = unflatten(
-            pickle_bytes, take, unread=unread, weights_only=weights_only, map_location=map_location, place=place, order=order
-        )
+        with _storages(source, directory, records, reading, device) as take:
+            obj = unflatten(
+                pickle_bytes, take, unread=None if sketch is None else sketch.storage, weights_only=weights_only,
+                map_location=map_location, place=None if device < 0 else _stay, order=order,
+            )  # fmt: skip
     return obj if sketch is None else select(obj, chosen.__contains__)
 
 
@@ -134,10 +134,11 @@ def _stay(storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage:
     return storage
 
 
-def _read_storages(
+@contextlib.contextmanager
+def _storages(
     source: CheckpointFile, directory: Directory, records: list[int], reading: Reading, device: int
-) -> StorageLookup:
-    """Read to CUDA device ``device``, -1: to host memory. Each is taken out when it is looked up: nothing else keeps it."""
+) -> Iterator[StorageLookup]:
+    """Read to CUDA device ``device``, or to host memory (-1) while they are looked up, which takes them out of here."""
     total_nbytes = sum(int(directory.nbytes[record]) for record in records)
     with (
         _open(reading, source) as file,
@@ -148,8 +149,12 @@ def _read_storages(
             queue_depth=reading.queue_depth, moved=ProgressCounter(report, total_nbytes).add,
         )  # fmt: skip
         if device >= 0:
-            return reader.read_to_device(records, device, verify=reading.verify).pop
-        return reader.read_storages(records, verify=reading.verify).pop
+            yield reader.read_to_device(records, device, verify=reading.verify).pop
+            return
+        with reader.reading(records, verify=reading.verify) as arriving:
+            if not reading.own_engine:  # what is unpickled may use it, too
+                arriving.finish()
+            yield arriving.take
 
 
 def check_file(source: CheckpointFile, directory: Directory, reading: Reading) -> list[CheckedRecord]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import threading
-from collections.abc import Callable, Generator, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
 from functools import partial
-from itertools import repeat
+from itertools import islice, repeat
 
 import numpy as np
 
@@ -60,27 +62,22 @@ class RecordReader:
         self._queue_depth = queue_depth
         self._moved = moved
 
-    def read_storages(self, wanted: Sequence[int], *, verify: bool) -> Storages:
-        """The storages of the records ``wanted`` (places in the directory, ascending), by key.
+    @contextlib.contextmanager
+    def reading(self, wanted: Sequence[int], *, verify: bool) -> Iterator[Arriving]:
+        """The storages of the records ``wanted`` (places in the directory, ascending), on their way while the block runs.
 
-        Raises CheckpointFormatError for headers that contradict the directory, CorruptCheckpointError with ``verify`` for
-        data that contradicts its checksum, TransferError for a read that fails.
+        When it is left without an exception, all have arrived, and been checked. Raises, in the block or at its end,
+        CheckpointFormatError for headers that contradict the directory, CorruptCheckpointError with ``verify`` for data that
+        contradicts its checksum, TransferError for a read that fails.
         """
         data_offsets = self._read_data_offsets(wanted)
         regions = plan_regions(self._directory, wanted, data_offsets)
         memory = [Pages(region.nbytes) for region in regions]
-        sums = BlockSums() if verify else None
         with _PopulatedAhead(memory) as ready, self._pipeline(self._moved) as pipeline:
-            for number, (region, pages) in enumerate(zip(regions, memory, strict=True)):
-                ready(number)
-                self._submit_region(pipeline, region, pages, data_offsets, sums)
-            pipeline.finish()
-        storages: Storages = {}
-        memory.reverse()
-        with garbage_collector_paused():
-            for region in regions:  # pages that no storage views are free as soon as they have been looked at
-                self._take_storages(region, memory.pop(), data_offsets, sums, storages)
-        return storages
+            arriving = Arriving(self, pipeline, regions, memory, data_offsets, BlockSums() if verify else None, ready)
+            del memory
+            yield arriving
+            arriving.finish()
 
     def _pipeline(self, moved: Callable[[int], None], copies: Copies | None = None) -> Pipeline:
         return Pipeline(
@@ -119,23 +116,6 @@ class RecordReader:
             return [int(start) for start in data_offsets(self._directory, records, content, file_offset)]
         except CheckpointFormatError as error:
             raise CheckpointFormatError(f"{self._path}: {error}") from None
-
-    def _submit_region(
-        self, pipeline: Pipeline, region: Region, pages: Pages, data_offsets: dict[int, int], sums: BlockSums | None
-    ) -> None:
-        for start in range(0, region.nbytes, self._block_nbytes):
-            nbytes = min(self._block_nbytes, region.nbytes - start)
-            file_offset = region.file_offset + start
-            summed = None
-            if sums is not None and is_large(int(self._directory.nbytes[region.records[0]])):
-                record = region.records[0]
-                data_start = data_offsets[record]
-                low = max(file_offset, data_start)
-                high = min(file_offset + nbytes, data_start + int(self._directory.nbytes[record]))
-                data = pages.view[low - region.file_offset : high - region.file_offset]
-                summed = partial(sums.add, record, low, data)
-            finished = partial(self._finish_block, min(file_offset + nbytes, self._directory.file_nbytes), summed)
-            pipeline.submit(Read(self._file, pages.address + start, nbytes, file_offset, owner=pages), finished=finished)
 
     def _finish_block(self, expected: int, summed: Callable[[], None] | None, reached: int) -> None:
         if reached < expected:
@@ -179,6 +159,95 @@ def _moved(pages: Pages, place: int, nbytes: int) -> Raw:
     return copy.view, 0, nbytes
 
 
+class Arriving:
+    """Storages on their way. ``take`` waits for one; reads run ahead of it by as much as the queue holds."""
+
+    def __init__(
+        self,
+        reader: RecordReader,
+        pipeline: Pipeline,
+        regions: Sequence[Region],
+        memory: Sequence[Pages],
+        data_offsets: dict[int, int],
+        sums: BlockSums | None,
+        ready: Callable[[int], None],
+    ) -> None:
+        """``memory`` is that of each region; ``ready`` waits until that of a region may be read into."""
+        self._reader = reader
+        self._pipeline = pipeline
+        self._regions = regions
+        self._memory = dict(enumerate(memory))
+        self._data_offsets = data_offsets
+        self._sums = sums
+        self._ready = ready
+        self._missing = [len(range(0, region.nbytes, reader._block_nbytes)) for region in regions]  # blocks of each region
+        self._requests = self._all_requests()
+        self._under_way = 0
+        self._looked_at = 0  # regions whose storages have been found
+        self._storages: Storages = {}
+
+    def take(self, key: str) -> Raw:
+        """The storage under ``key``, which can be had once. Raises KeyError for any other, and what reading raises."""
+        while key not in self._storages:
+            if self._looked_at == len(self._regions):
+                raise KeyError(key)
+            self._look_at_next_region()
+        return self._storages.pop(key)
+
+    def finish(self) -> None:
+        """Wait for all that nobody has asked for yet."""
+        with garbage_collector_paused():
+            while self._looked_at < len(self._regions):
+                self._look_at_next_region()
+
+    def _look_at_next_region(self) -> None:
+        number = self._looked_at
+        self._fill_queue()
+        while self._missing[number]:
+            self._pipeline.reap()
+            self._fill_queue()
+        self._looked_at += 1
+        # Pages that no storage views are free once they have been looked at.
+        pages = self._memory.pop(number)
+        self._reader._take_storages(self._regions[number], pages, self._data_offsets, self._sums, self._storages)
+
+    def _fill_queue(self) -> None:
+        room = self._reader._queue_depth - self._under_way
+        if room >= self._pipeline.together:  # below that it is not worth a call
+            for request, finished in islice(self._requests, room):
+                self._under_way += 1
+                self._pipeline.submit(request, finished=finished)
+            self._pipeline.start_held()
+
+    def _all_requests(self) -> Iterator[tuple[Read, Callable[[int], None]]]:
+        """The reads of all regions, and what is to be told when one has ended."""
+        file, block_nbytes, file_nbytes = self._reader._file, self._reader._block_nbytes, self._reader._directory.file_nbytes
+        for number, region in enumerate(self._regions):
+            self._ready(number)
+            pages = self._memory[number]
+            for start in range(0, region.nbytes, block_nbytes):
+                file_offset, nbytes = region.file_offset + start, min(block_nbytes, region.nbytes - start)
+                summed = None if self._sums is None else self._summed(self._sums, region, pages, file_offset, nbytes)
+                finished = partial(self._finish_block, number, min(file_offset + nbytes, file_nbytes), summed)
+                yield Read(file, pages.address + start, nbytes, file_offset, owner=pages), finished
+
+    def _summed(
+        self, sums: BlockSums, region: Region, pages: Pages, file_offset: int, nbytes: int
+    ) -> Callable[[], None] | None:
+        """What sums this block of a large record when it has arrived; small ones are summed when they are looked at."""
+        record, sizes = region.records[0], self._reader._directory.nbytes
+        if not is_large(int(sizes[record])):
+            return None
+        data_start = self._data_offsets[record]
+        low, high = max(file_offset, data_start), min(file_offset + nbytes, data_start + int(sizes[record]))
+        return partial(sums.add, record, low, pages.view[low - region.file_offset : high - region.file_offset])
+
+    def _finish_block(self, number: int, expected: int, summed: Callable[[], None] | None, reached: int) -> None:
+        self._reader._finish_block(expected, summed, reached)
+        self._missing[number] -= 1
+        self._under_way -= 1
+
+
 class BlockSums:
     """Checksums of the blocks of large records, which complete in any order."""
 
@@ -204,7 +273,7 @@ class _PopulatedAhead:
     """
 
     def __init__(self, memory: Sequence[Pages]) -> None:
-        self._memory = memory
+        self._memory = deque(memory)  # no longer held than needed
         self._done = 0
         self._stop = False
         self._progress = threading.Condition()
@@ -219,10 +288,8 @@ class _PopulatedAhead:
         self._thread.join()
 
     def _work(self) -> None:
-        for pages in self._memory:
-            if self._stop:
-                break
-            pages.populate()
+        while self._memory and not self._stop:
+            self._memory.popleft().populate()
             with self._progress:
                 self._done += 1
                 self._progress.notify()

@@ -192,7 +192,7 @@ def no_reads(path: Path, saved_by_torch: Path, monkeypatch: pytest.MonkeyPatch) 
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("no tensor data is to be read")
 
-    monkeypatch.setattr(RecordReader, "read_storages", refuse)
+    monkeypatch.setattr(RecordReader, "reading", refuse)
     monkeypatch.setattr(Engine, "submit", refuse)
 
 

@@ -15,11 +15,12 @@ import pytest
 import torch
 
 import fastpersist
-from fastpersist import CheckpointFormatError, TransferError
+from fastpersist import CheckpointFormatError, TransferError, checkpoint
 from fastpersist.engines import Engine, files
 from fastpersist.memory.buffers import shared_pool
 from fastpersist.testing import Fault, FaultyEngine
 from fastpersist.transfer import pipeline
+from fastpersist.transfer.loading import Reading
 from tests.faults.scene import Scene, assert_same, state_of
 
 ENGINES = ("posix", "io_uring")
@@ -76,6 +77,16 @@ def call(request: pytest.FixtureRequest) -> Call:
     """Each way of reading."""
     chosen: Call = request.param
     return chosen
+
+
+@pytest.fixture(autouse=True, params=[True, False], ids=["ahead", "first"])
+def ahead(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether reads go on while the pickle is read, as with an engine of the load's own, or are done with before."""
+
+    def reading(engine: Engine, _: bool, *others: Any) -> Reading:
+        return Reading(engine, request.param, *others)
+
+    monkeypatch.setattr(checkpoint, "Reading", reading)
 
 
 @pytest.fixture(params=ENGINES)

@@ -138,7 +138,7 @@ def test_no_tensor_data_is_read(path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("no tensor data is to be read")
 
-    monkeypatch.setattr(RecordReader, "read_storages", refuse)
+    monkeypatch.setattr(RecordReader, "reading", refuse)
     monkeypatch.setattr(Engine, "submit", refuse)
     info = fastpersist.inspect(path)
     for record in info.records:

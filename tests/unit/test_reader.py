@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import itertools
 import os
 import threading
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,13 +16,14 @@ from typing import Any
 import pytest
 import torch
 
+import fastpersist
 from fastpersist.archive.directory import Directory
 from fastpersist.archive.unpickling import Raw
 from fastpersist.engines import Engine, File, open_engine
 from fastpersist.errors import CheckpointFormatError, CorruptCheckpointError, TransferError
 from fastpersist.memory.alignment import PAGE_NBYTES
 from fastpersist.memory.buffers import BufferPool
-from fastpersist.transfer.reader import RecordReader, Storages, stream_blocks
+from fastpersist.transfer.reader import Arriving, RecordReader, Storages, stream_blocks
 from fastpersist.transfer.source import CheckpointFile
 from tests.archives import flip
 
@@ -47,7 +51,18 @@ class Bench:
         wanted = [place for place in directory.storages() if not keys or directory.names[place][5:] in keys]
         with self.engine.open(str(self.path), "r", direct=direct) as file:
             reader = self._reader(file, directory, block_nbytes)
-            return reader.read_storages(wanted, verify=verify)
+            with reader.reading(wanted, verify=verify) as arriving:
+                return {key: arriving.take(key) for key in (directory.names[place][5:] for place in wanted)}
+
+    @contextlib.contextmanager
+    def arriving(self, block_nbytes: int = PAGE_NBYTES, **options: Any) -> Iterator[Arriving]:
+        """All storages, on their way."""
+        directory = self.directory()
+        with (
+            self.engine.open(str(self.path), "r") as file,
+            self._reader(file, directory, block_nbytes).reading(directory.storages(), **{"verify": True} | options) as arriving,
+        ):
+            yield arriving
 
     def _reader(self, file: File, directory: Directory, block_nbytes: int) -> RecordReader:
         return RecordReader(
@@ -106,9 +121,65 @@ def test_some_storages_and_no_others(bench: Bench, keys: tuple[str, ...]) -> Non
 
 def test_nothing_wanted_reads_nothing(bench: Bench) -> None:
     directory = bench.directory()
-    with bench.engine.open(str(bench.path), "r") as file:
-        assert bench._reader(file, directory, MIB).read_storages([], verify=True) == {}
+    with (
+        bench.engine.open(str(bench.path), "r") as file,
+        bench._reader(file, directory, MIB).reading([], verify=True) as arriving,
+        pytest.raises(KeyError),
+    ):
+        arriving.take("0")
     assert bench.moved == []
+
+
+@pytest.mark.parametrize("backwards", [True, False])
+def test_storages_can_be_had_in_any_order_and_each_once(bench: Bench, backwards: bool) -> None:
+    with bench.arriving() as arriving:
+        for key in sorted(bench.contents, reverse=backwards):
+            assert bytes_of(arriving.take(key)) == bench.contents[key]
+            with pytest.raises(KeyError):
+                arriving.take(key)
+        with pytest.raises(KeyError):
+            arriving.take("none")
+
+
+def test_reads_run_ahead_of_the_one_that_is_waited_for(bench: Bench) -> None:
+    with bench.arriving() as arriving:
+        first = bench.directory().names[bench.directory().storages()[0]][5:]
+        arriving.take(first)
+        assert 0 < bench.engine.in_flight <= 3
+        assert sum(bench.moved) < sum(SIZES.values())
+    assert bench.engine.in_flight == 0
+    assert sum(bench.moved) >= sum(SIZES.values())  # those that nobody took were read as well, and checked
+
+
+def test_what_fails_beside_the_reads_leaves_none_in_flight(bench: Bench) -> None:
+    def fail() -> None:
+        with bench.arriving() as arriving:
+            arriving.take("0")
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert bench.engine.in_flight == 0
+    assert not [thread for thread in threading.enumerate() if thread.name == "fastpersist-populate"]
+
+
+def test_pages_live_no_longer_than_their_storages(bench: Bench) -> None:
+    with bench.arriving() as arriving:
+        memory, _, _ = arriving.take("0")
+        pages = weakref.ref(memory.obj)
+        assert pages() is not None
+        del memory
+        arriving.finish()
+        gc.collect()
+        assert pages() is None
+
+
+def test_a_flipped_bit_is_found_though_nobody_takes_the_storage(bench: Bench) -> None:
+    directory = bench.directory()
+    with CheckpointFile(bench.path) as source:
+        flip(bench.path, source.data_offset(directory, directory.index["data/3"]), 0x80)
+    with pytest.raises(CorruptCheckpointError, match="data/3"), bench.arriving() as arriving:
+        arriving.take("0")
 
 
 def test_large_storages_do_not_share_memory(bench: Bench) -> None:
@@ -197,3 +268,51 @@ def test_a_stream_of_a_file_that_became_shorter(bench: Bench, cut: int) -> None:
         list(bench.blocks(nbytes))
     assert caught.value.offset == nbytes - cut or cut > MIB
     assert bench.pool.lent_nbytes == 0
+
+
+# What is unpickled may load, too
+
+SHARED: list[Engine] = []
+
+
+def load_the_other(path: str) -> Any:
+    """What a pickle calls; by the shared engine, if there is one, which nobody else uses then. None for a damaged file."""
+    assert not any(engine.in_flight for engine in SHARED)
+    with contextlib.suppress(CheckpointFormatError):
+        return fastpersist.load(path, engine=SHARED[0] if SHARED else "auto")
+
+
+class Other:
+    """Pickled as the content of another checkpoint."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return load_the_other, (str(self.path),)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("engine", ["posix", "io_uring"])
+@pytest.mark.parametrize("damaged", [True, False])
+@pytest.mark.timeout(60)
+def test_a_load_within_a_load(tmp_path: Path, engine: str, shared: bool, damaged: bool) -> None:
+    inner = [torch.full((300_000,), 1.0), torch.ones(5)]
+    outer = [torch.full((300_000 + count,), float(count)) for count in range(40)]
+    fastpersist.save(inner, tmp_path / "inner.pt")
+    if damaged:
+        with CheckpointFile(tmp_path / "inner.pt") as source:
+            directory = source.directory()
+        flip(tmp_path / "inner.pt", int(directory.header_offsets[directory.index["data/0"]]), 0x80)
+    fastpersist.save([outer[0], Other(tmp_path / "inner.pt"), outer], tmp_path / "outer.pt")
+    with open_engine(engine) as opened:
+        SHARED.extend([opened] * shared)
+        try:
+            loaded = fastpersist.load(
+                tmp_path / "outer.pt", engine=opened if shared else engine, weights_only=False, block_nbytes=65536
+            )
+        finally:
+            SHARED.clear()
+    assert (loaded[1] is None) == damaged
+    assert damaged or all(torch.equal(found, expected) for found, expected in zip(loaded[1], inner, strict=True))
+    assert all(torch.equal(found, expected) for found, expected in zip(loaded[2], outer, strict=True))
