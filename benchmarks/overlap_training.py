@@ -12,13 +12,15 @@ DCP async_save           torch.distributed.checkpoint.async_save with copies tha
 DeepSpeed FastFileWriter then rename, fsync of the folder
 
 In each round every way has the same number of steps. A checkpoint is begun after every step (or --every steps) but the last, so
-that each has a step to go along with; what is unfinished in the end is waited for within the time of its way. Columns:
+that each has a step to go along with; what is unfinished in the end is waited for within the time of its way. Machines change
+their speed within seconds: many rounds of two steps (--steps 2 --rounds 40) tell small effects better than few of many. What
+stands in brackets is the middle half of the rounds. Columns:
 
 step s              median; a save call belongs to the step before it
 stall s             per checkpoint: within save calls, in hooks before a step of the optimizer, and in the wait at the end
 overhead %          what a checkpoint adds, of the time from one to the next without it
 added s, CPU s      per checkpoint, more than "none" of the same round
-CPU s, alone        of a save while nothing is trained: free of the noise of training, and of its threads waiting for each other
+CPU s, alone        of a save while nothing is trained, one in each round: free of what training threads spend on waiting
 step / CPU, alone   how long a step lasts, in CPU seconds of a save
 GB/s                bytes of a checkpoint, by the time from one to the next
 extra MiB           peak of resident memory beyond that of "none", in processes of their own
@@ -32,13 +34,14 @@ import gc
 import statistics
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import overlap_plot
 import script_options
 import typer
-from measuring import GB, Spread, machine_line, process_cpu_seconds
+from measuring import GB, machine_line, measure, process_cpu_seconds
 from overlap_model import Shape, Trainer
 from overlap_trial import Trial, run_trial
 from overlap_ways import NONE, WAYS, Saving, refusal
@@ -66,12 +69,13 @@ class Stretch:
 
 @dataclass(slots=True)
 class Way:
-    """A way to save, what its trial gave, and its stretches round by round."""
+    """A way to save, what its trial gave, and round by round its stretches and the CPU seconds of a save without training."""
 
     name: str
     saving: Saving
     trial: Trial
     stretches: list[Stretch] = field(default_factory=list)
+    alone: list[float] = field(default_factory=list)
 
     def cells(self, baseline: Way) -> Cells:
         """Its line of the table. Ratios and differences are those of the same round."""
@@ -84,15 +88,15 @@ class Way:
         cpu = [(mine.cpu_seconds - other.cpu_seconds) / mine.saves for mine, other in pairs]
         intervals = [other.seconds / len(other.step_seconds) * mine.every for mine, other in pairs]
         overheads = [100 * more / interval for more, interval in zip(added, intervals, strict=True)]
-        nbytes, alone = self.trial.checkpoint_nbytes, self.trial.alone_cpu_seconds
+        nbytes, alone = self.trial.checkpoint_nbytes, statistics.median(self.alone)
         rates = [nbytes / GB / (more + interval) for more, interval in zip(added, intervals, strict=True)]
         return cells | {
             "stall s": f"{statistics.median(stretch.stall_seconds / stretch.saves for stretch in self.stretches):.3f}",
-            "overhead % (range)": str(Spread.of(overheads)),
-            "added s (range)": _thousandths(added),
-            "CPU s (range)": _thousandths(cpu),
+            "overhead %": _middle_half(overheads, 1),
+            "added s": _middle_half(added, 3),
+            "CPU s": _middle_half(cpu, 3),
             "added / CPU": _ratio(statistics.median(added), statistics.median(cpu)),
-            "CPU s, alone": f"{alone:.3f}",
+            "CPU s, alone": _middle_half(self.alone, 3),
             "added / CPU, alone": _ratio(statistics.median(added), alone),
             "step / CPU, alone": _ratio(step_seconds, alone),
             "GB/s": f"{statistics.median(rates):.2f}",
@@ -106,8 +110,10 @@ def _median_step_seconds(stretches: list[Stretch]) -> float:
     return statistics.median(seconds for stretch in stretches for seconds in stretch.step_seconds)
 
 
-def _thousandths(values: list[float]) -> str:
-    return f"{statistics.median(values):.3f} ({min(values):.3f}..{max(values):.3f})"
+def _middle_half(values: list[float], digits: int) -> str:
+    """The median and, around it, where half of the values lie."""
+    low, middle, high = statistics.quantiles(values, method="inclusive") if len(values) > 1 else 3 * values
+    return f"{middle:.{digits}f} ({low:.{digits}f}..{high:.{digits}f})"
 
 
 def _ratio(above: float, below: float) -> str:
@@ -139,14 +145,23 @@ def run_stretch(trainer: Trainer, saving: Saving, steps: int, every: int) -> Str
 
 
 def measure_rounds(ways: list[Way], trainer: Trainer, folder: Path, *, rounds: int, steps: int, every: int) -> None:
-    """Each round begins with another way; all start with the same page cache, though only a buffered save gains by it."""
+    """Each round begins with another way; those that write through the page cache find free memory there."""
     for way in ways:
         run_stretch(trainer, way.saving, every + 1, every)  # first uses of memory and libraries
     for index in range(rounds):
         first = index % len(ways)
         for way in ways[first:] + ways[:first]:
-            ready_page_cache(folder / "page-cache", trainer.shape.checkpoint_nbytes())
+            if way.saving.through_page_cache:
+                ready_page_cache(folder / "page-cache", trainer.shape.checkpoint_nbytes())
             way.stretches.append(run_stretch(trainer, way.saving, steps, every))
+        for way in ways:
+            way.alone.append(measure(partial(save_alone, trainer, way.saving)).cpu_seconds)
+
+
+def save_alone(trainer: Trainer, saving: Saving) -> None:
+    """Save while nothing else happens."""
+    saving.save(trainer.state())
+    saving.drain()
 
 
 def chosen_ways(names: list[str] | None) -> list[str]:

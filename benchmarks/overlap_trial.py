@@ -1,4 +1,4 @@
-"""What a way to save does in a new process of its own: is the checkpoint right, what memory and what CPU time does it take."""
+"""What a way to save does in a new process of its own: is the checkpoint right, and what memory does it take."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from measuring import process_cpu_seconds
 from overlap_model import Shape, Trainer
 from overlap_ways import NONE, WAYS
 from verifying import payload_nbytes
@@ -21,11 +20,10 @@ _STATUS = Path("/proc/self/status")
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """``peak_nbytes``: resident memory of the process. ``alone_cpu_seconds``: CPU time of a save while nothing is trained."""
+    """``peak_nbytes``: resident memory of the process."""
 
     verified: str
     peak_nbytes: int
-    alone_cpu_seconds: float
     checkpoint_nbytes: int
 
 
@@ -58,14 +56,7 @@ def run_here(name: str, shape: Shape, device: str, folder: Path) -> Trial:
         trainer.step()
     saving.drain()
     saving.verify(expected)
-
-    cpu_before = process_cpu_seconds()
-    for _ in range(_STEPS):
-        saving.save(trainer.state())
-        saving.drain()
-    cpu_seconds = process_cpu_seconds() - cpu_before
-    verified = "no file" if name == NONE else "yes"
-    return Trial(verified, peak_nbytes, cpu_seconds / _STEPS, payload_nbytes(expected))
+    return Trial("no file" if name == NONE else "yes", peak_nbytes, payload_nbytes(expected))
 
 
 def _peak_nbytes() -> int:

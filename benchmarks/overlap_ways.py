@@ -28,6 +28,7 @@ class Saving:
     """
 
     lacks = ""
+    through_page_cache = False
 
     def __init__(self, folder: Path, optimizer: torch.optim.Optimizer) -> None:
         self.path = folder / "checkpoint.pt"
@@ -45,6 +46,8 @@ class Saving:
 
 class TorchSave(Saving):
     """torch.save, synced, renamed, the folder synced."""
+
+    through_page_cache = True
 
     def save(self, state: State) -> None:
         torch_save_published(state, self.path)
@@ -99,6 +102,7 @@ class Distributed(Saving):
     """
 
     lacks = "its folders are never synced: after a power cut the checkpoint may not be found"
+    through_page_cache = True
 
     def __init__(self, folder: Path, optimizer: torch.optim.Optimizer) -> None:
         super().__init__(folder, optimizer)
