@@ -32,9 +32,9 @@ from fastpersist.options import Choice, ready_engine
 from fastpersist.progress import Progress, ProgressCounter, progress_reporter
 from fastpersist.transfer.cuda import CUDA
 from fastpersist.transfer.device_reader import DeviceReader
-from fastpersist.transfer.reader import stream_blocks
 from fastpersist.transfer.sketch import MappedStorages, Sketch
 from fastpersist.transfer.source import CheckpointFile
+from fastpersist.transfer.streaming import stream_blocks
 
 log = logging.getLogger("fastpersist")
 

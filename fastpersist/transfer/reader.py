@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import errno
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import islice, repeat
 
@@ -20,12 +19,13 @@ from fastpersist.archive.zipformat import LOCAL_HEADER_NBYTES
 from fastpersist.engines import Engine, File, Read, Request
 from fastpersist.errors import CheckpointFormatError, CorruptCheckpointError, TransferError
 from fastpersist.memory.alignment import PAGE_NBYTES, round_down, round_up
-from fastpersist.memory.buffers import AlignedBuffer, BufferPool
+from fastpersist.memory.buffers import BufferPool
 from fastpersist.memory.checksum import crc32, crc32_combine
 from fastpersist.memory.pages import Pages
 from fastpersist.transfer.device import Copies
 from fastpersist.transfer.pipeline import Pipeline
 from fastpersist.transfer.regions import LARGE_STORAGE_NBYTES, Region, is_large, plan_regions
+from fastpersist.transfer.streaming import cut_meanwhile
 
 DTYPE_ALIGNMENT = 16
 """The widest element (complex128): data at other offsets, which no torch writes, is copied to where it is aligned."""
@@ -104,7 +104,7 @@ class RecordReader:
 
             def finished(reached: int, record: int = record, header: int = header, view: memoryview = view) -> None:
                 if reached < header + LOCAL_HEADER_NBYTES:
-                    raise _cut_meanwhile(self._path, reached, header + LOCAL_HEADER_NBYTES)
+                    raise cut_meanwhile(self._path, reached, header + LOCAL_HEADER_NBYTES)
                 offsets[record] = self._data_offsets((record,), view, header)[0]
 
             pipeline.submit(Read(self._file, buffer.address, nbytes, start, owner=buffer), buffer=buffer, finished=finished)
@@ -119,7 +119,7 @@ class RecordReader:
 
     def _finish_block(self, expected: int, summed: Callable[[], None] | None, reached: int) -> None:
         if reached < expected:
-            raise _cut_meanwhile(self._path, reached, expected)
+            raise cut_meanwhile(self._path, reached, expected)
         if summed is not None:
             summed()
 
@@ -297,52 +297,3 @@ class _PopulatedAhead:
     def _wait(self, number: int) -> None:
         with self._progress:
             self._progress.wait_for(lambda: self._done > number)
-
-
-def stream_blocks(
-    engine: Engine,
-    file: File,
-    nbytes: int,
-    pool: BufferPool,
-    *,
-    path: str,
-    block_nbytes: int,
-    queue_depth: int,
-    moved: Callable[[int], None],
-) -> Generator[memoryview, None, None]:
-    """The whole file of ``nbytes``, block by block in order, each valid until the next is asked for; reads run ahead."""
-
-    def failure(request: Request, code: int, hint: str) -> TransferError:
-        return TransferError(code, "cannot read", path, offset=request.file_offset, nbytes=request.nbytes, hint=hint)
-
-    with Pipeline(engine, pool, queue_depth=queue_depth, failure=failure, moved=moved) as pipeline:
-        arrived: set[int] = set()
-        ahead: list[tuple[int, AlignedBuffer]] = []
-        offsets = iter(range(0, nbytes, block_nbytes))
-        upcoming = next(offsets, None)
-        while upcoming is not None or ahead:
-            while upcoming is not None and len(ahead) < queue_depth:
-                size = min(block_nbytes, round_up(nbytes - upcoming, PAGE_NBYTES))
-                if ahead and pool.max_nbytes - pool.lent_nbytes < size:
-                    break
-                buffer = pipeline.borrow(size)
-                request = Read(file, buffer.address, size, upcoming, owner=buffer)
-                pipeline.submit(request, finished=partial(_arrive, arrived, upcoming, min(upcoming + size, nbytes), path))
-                ahead.append((upcoming, buffer))
-                upcoming = next(offsets, None)
-            offset, buffer = ahead.pop(0)
-            while offset not in arrived:
-                pipeline.reap()
-            yield buffer.view[: min(block_nbytes, nbytes - offset)]
-            pipeline.give_back(buffer)
-
-
-def _arrive(arrived: set[int], offset: int, expected: int, path: str, reached: int) -> None:
-    if reached < expected:
-        raise _cut_meanwhile(path, reached, expected)
-    arrived.add(offset)
-
-
-def _cut_meanwhile(path: str, reached: int, expected: int) -> TransferError:
-    hint = "the file was cut meanwhile"
-    return TransferError(errno.EIO, "cannot read", path, offset=reached, nbytes=expected - reached, hint=hint)

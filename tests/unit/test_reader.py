@@ -23,8 +23,9 @@ from fastpersist.engines import Engine, File, open_engine
 from fastpersist.errors import CheckpointFormatError, CorruptCheckpointError, TransferError
 from fastpersist.memory.alignment import PAGE_NBYTES
 from fastpersist.memory.buffers import BufferPool
-from fastpersist.transfer.reader import Arriving, RecordReader, Storages, stream_blocks
+from fastpersist.transfer.reader import Arriving, RecordReader, Storages
 from fastpersist.transfer.source import CheckpointFile
+from fastpersist.transfer.streaming import stream_blocks
 from tests.archives import flip
 
 MIB = 1 << 20
