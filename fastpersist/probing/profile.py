@@ -47,7 +47,7 @@ class _UnusableError(Exception):
 
 
 # By file: its modification time and the verdict on it, so that a save parses once, and complains once.
-_judged: dict[Path, tuple[int, Profile | None]] = {}
+_judged: dict[str, tuple[int, Profile | None]] = {}
 _MAX_JUDGED = 64
 
 
@@ -56,12 +56,18 @@ def profile_file(path: str | os.PathLike[str]) -> Path | None:
 
     None where there is no such place (no home directory, a path that is none).
     """
+    place = _place(path)
+    return None if place is None else Path(place)
+
+
+def _place(path: str | os.PathLike[str]) -> str | None:
+    # A string, as it is asked for before every save: objects of pathlib take several times as long.
     cache = _cache_directory()
     try:
         where = os.fsdecode(path)
         if not os.path.exists(where):
             where = os.path.dirname(where) or os.curdir
-        return None if cache is None else cache / "fastpersist" / "profiles" / f"{_filesystem_key(where)}.json"
+        return None if cache is None else f"{cache}/fastpersist/profiles/{_filesystem_key(where)}.json"
     except (OSError, TypeError, ValueError):
         return None
 
@@ -92,7 +98,7 @@ def save_profile(directory: str | os.PathLike[str], profile: Profile, *, gb_per_
 
 def load_profile(path: str | os.PathLike[str]) -> Profile | None:
     """The profile for the filesystem of ``path``; None if there is none, or (with one log line) none that can be used."""
-    file = profile_file(path)
+    file = _place(path)
     if file is None:
         return None
     try:
@@ -102,7 +108,7 @@ def load_profile(path: str | os.PathLike[str]) -> Profile | None:
     known = _judged.get(file)
     if known is not None and known[0] == modified:
         return known[1]
-    profile = _judge(file)
+    profile = _judge(Path(file))
     if len(_judged) >= _MAX_JUDGED:
         _judged.clear()
     _judged[file] = (modified, profile)
@@ -155,12 +161,12 @@ def _check_engine(name: Any) -> None:
         raise _UnusableError(f"engine {name!r} cannot run here any more: {verdict.reason}")
 
 
-def _cache_directory() -> Path | None:
+def _cache_directory() -> str | None:
     named = os.environ.get("XDG_CACHE_HOME", "")
     if os.path.isabs(named):  # the specification: relative paths are to be ignored
-        return Path(named)
+        return named
     default = os.path.expanduser("~/.cache")
-    return Path(default) if os.path.isabs(default) else None
+    return default if os.path.isabs(default) else None
 
 
 def _filesystem_key(directory: str) -> str:
