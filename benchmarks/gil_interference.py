@@ -4,26 +4,31 @@ python benchmarks/gil_interference.py --folder /mnt/nvme0
 
 Two threads that share a machine slow each other even if one holds no lock of the interpreter: caches, memory and, between
 cores that are not all there, time. So the loop runs beside a thread of C's memcpy as well, which is given as many CPU seconds
-per second as the saves of the same round took. What the saves slow the loop beyond that is the interpreter's lock and the mood
-of the machine, which runs a few per cent faster or slower from one round to the next. So the time in which the loop's thread
-did not run is measured, too: it waited for the lock, or for a core.
+per second as the saves of the same round took, and beside the same saves by another process: what the kernel does for the disk
+slows a loop, too, and of all saves only those of its own process can take the interpreter's lock from it. The machine runs a
+few per cent faster or slower from one second to the next: many short rounds tell more than few long ones, and the time in which
+the loop's thread did not run is measured as well: it waited for the lock, or for a core. In brackets: the middle half of the
+rounds.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import multiprocessing
 import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Annotated
+from types import SimpleNamespace
+from typing import Annotated, Any
 
 import script_options
 import typer
-from measuring import GB, Spread, machine_line, process_cpu_seconds
+from measuring import GB, machine_line, middle_half, process_cpu_seconds
 from room import require_room, scratch_folder
 from tables import Cells, print_table
 from workloads import MIB, random_tensors
@@ -59,10 +64,11 @@ class Neighbour:
     def cells(self, alone: Neighbour) -> Cells:
         """Its line of the table."""
         cells = {"beside": self.name, "million counts/s": f"{statistics.median(self.counts) / 1e6:.1f}"}
-        cells["waiting, % (range)"] = str(Spread.of(self.waits))
+        cells["waiting, %"] = middle_half(self.waits)
         if self is not alone:
-            cells["slower by % (range)"] = str(Spread.of(self.slowdowns(alone)))
-            cells["CPU s per s"] = f"{statistics.median(self.cpu_shares):.3f}"
+            cells["slower by %"] = middle_half(self.slowdowns(alone))
+            share = statistics.median(self.cpu_shares)
+            cells["CPU s per s"] = f"{share:.3f}" if share >= _SMALLEST_SHARE else "-"
             cells["GB/s"] = f"{statistics.median(self.rates) / GB:.2f}"
         return cells
 
@@ -130,17 +136,50 @@ class Copier:
         return run
 
 
-def saving(path: Path, nbytes: int, *, snapshot: bool) -> Beside:
-    """async_save, one after another."""
+def saving(path: Path, nbytes: int, *, snapshot: bool) -> Callable[[Any], int]:
+    """async_save, one after another, until the event (all that is asked of it is is_set) is set."""
     tensors = random_tensors(_TENSORS, nbytes // _TENSORS)
 
-    def run(stop: threading.Event) -> int:
+    def run(stop: Any) -> int:
         moved = 0
         while not stop.is_set():
             moved += fastpersist.async_save(tensors, path, snapshot=snapshot).result().nbytes
         return moved
 
     return run
+
+
+class OtherProcess:
+    """The same saves by another process. A context manager."""
+
+    def __init__(self, path: Path, nbytes: int, *, snapshot: bool) -> None:
+        self._here, there = multiprocessing.Pipe()
+        context = multiprocessing.get_context("spawn")
+        self._process = context.Process(target=_save_when_told, args=(there, path, nbytes, snapshot), daemon=True)
+
+    def __enter__(self) -> OtherProcess:
+        self._process.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._here.send(None)
+        self._process.join()
+
+    def save(self, stop: threading.Event) -> int:
+        """Until the event is set."""
+        self._here.send("begin")
+        stop.wait()
+        self._here.send("end")
+        moved: int = self._here.recv()
+        return moved
+
+
+def _save_when_told(there: Connection, path: Path, nbytes: int, snapshot: bool) -> None:
+    save = saving(path, nbytes, snapshot=snapshot)
+    while there.recv() == "begin":
+        moved = save(SimpleNamespace(is_set=there.poll))
+        there.recv()
+        there.send(moved)
 
 
 def main(
@@ -153,24 +192,30 @@ def main(
     """Print how much a counting loop slows beside background saves, and beside memcpy with as much CPU time."""
     with script_options.plain_errors(), scratch_folder(folder) as scratch:
         nbytes = mb_size * MIB
-        require_room(scratch, file_nbytes=2 * nbytes, memory_nbytes=(2 if snapshot else 1) * nbytes + 2 * _COPY_NBYTES)
+        require_room(scratch, file_nbytes=4 * nbytes, memory_nbytes=(4 if snapshot else 2) * nbytes + 2 * _COPY_NBYTES)
         save = saving(scratch / "checkpoint.pt", nbytes, snapshot=snapshot)
         copier = Copier()
         alone, saves = Neighbour("nothing"), Neighbour(f"async_save, snapshot={snapshot}")
-        copies = Neighbour("memcpy, as many CPU seconds")
-        for beside in (save, copier.taking(1.0)):
-            Neighbour("warming up").run(beside, 0)
-        for _ in range(rounds):
-            alone.run(None, seconds)
-            saves.run(save, seconds)
-            copies.run(copier.taking(saves.cpu_shares[-1]), seconds)
+        copies, elsewhere = Neighbour("memcpy, as many CPU seconds"), Neighbour("the same saves by another process")
+        with OtherProcess(scratch / "elsewhere.pt", nbytes, snapshot=snapshot) as other_process:
+            for beside in (save, copier.taking(1.0), other_process.save):
+                Neighbour("warming up").run(beside, 0)
+            for _ in range(rounds):
+                alone.run(None, seconds)
+                saves.run(save, seconds)
+                copies.run(copier.taking(saves.cpu_shares[-1]), seconds)
+                elsewhere.run(other_process.save, seconds)
         print(f"**counting in Python beside saves of {nbytes / GB:.3f} GB; {rounds} paired rounds of {seconds:g} s each**")
         print(f"\n{machine_line(scratch)}")
-        print_table([neighbour.cells(alone) for neighbour in (alone, copies, saves)])
-        pairs = zip(saves.slowdowns(alone), copies.slowdowns(alone), strict=True)
-        print(f"saves slow the loop by {Spread.of([mine - other for mine, other in pairs])} % more than memcpy does")
-        more = Spread.of([mine - other for mine, other in zip(saves.waits, copies.waits, strict=True)])
-        print(f"saves keep it waiting for {more} % more of the time than memcpy does")
+        print_table([neighbour.cells(alone) for neighbour in (alone, copies, elsewhere, saves)])
+        for other, does in ((copies, "memcpy does"), (elsewhere, "saves by another process do")):
+            slower = _differences(saves.slowdowns(alone), other.slowdowns(alone))
+            waiting = _differences(saves.waits, other.waits)
+            print(f"saves slow the loop by {slower} % more, and keep it waiting for {waiting} % more of the time, than {does}")
+
+
+def _differences(mine: list[float], others: list[float]) -> str:
+    return middle_half([one - other for one, other in zip(mine, others, strict=True)])
 
 
 if __name__ == "__main__":

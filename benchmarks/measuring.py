@@ -66,6 +66,12 @@ class Spread:
         return f"{self.median:.2f} ({self.low:.2f}..{self.high:.2f})"
 
 
+def middle_half(values: Sequence[float], digits: int = 2) -> str:
+    """The median and, in brackets, where half of the values lie: of many rounds the range tells the worst accidents only."""
+    low, middle, high = statistics.quantiles(values, method="inclusive") if len(values) > 1 else 3 * [*values]
+    return f"{middle:.{digits}f} ({low:.{digits}f}..{high:.{digits}f})"
+
+
 def process_cpu_seconds() -> float:
     """User and system time of this process and its threads, kernel workers of io_uring included."""
     usage = resource.getrusage(resource.RUSAGE_SELF)

@@ -41,7 +41,7 @@ from typing import Annotated
 import overlap_plot
 import script_options
 import typer
-from measuring import GB, machine_line, measure, process_cpu_seconds
+from measuring import GB, machine_line, measure, middle_half, process_cpu_seconds
 from overlap_model import Shape, Trainer
 from overlap_trial import Trial, run_trial
 from overlap_ways import NONE, WAYS, Saving, refusal
@@ -92,11 +92,11 @@ class Way:
         rates = [nbytes / GB / (more + interval) for more, interval in zip(added, intervals, strict=True)]
         return cells | {
             "stall s": f"{statistics.median(stretch.stall_seconds / stretch.saves for stretch in self.stretches):.3f}",
-            "overhead %": _middle_half(overheads, 1),
-            "added s": _middle_half(added, 3),
-            "CPU s": _middle_half(cpu, 3),
+            "overhead %": middle_half(overheads, 1),
+            "added s": middle_half(added, 3),
+            "CPU s": middle_half(cpu, 3),
             "added / CPU": _ratio(statistics.median(added), statistics.median(cpu)),
-            "CPU s, alone": _middle_half(self.alone, 3),
+            "CPU s, alone": middle_half(self.alone, 3),
             "added / CPU, alone": _ratio(statistics.median(added), alone),
             "step / CPU, alone": _ratio(step_seconds, alone),
             "GB/s": f"{statistics.median(rates):.2f}",
@@ -108,12 +108,6 @@ class Way:
 
 def _median_step_seconds(stretches: list[Stretch]) -> float:
     return statistics.median(seconds for stretch in stretches for seconds in stretch.step_seconds)
-
-
-def _middle_half(values: list[float], digits: int) -> str:
-    """The median and, around it, where half of the values lie."""
-    low, middle, high = statistics.quantiles(values, method="inclusive") if len(values) > 1 else 3 * values
-    return f"{middle:.{digits}f} ({low:.{digits}f}..{high:.{digits}f})"
 
 
 def _ratio(above: float, below: float) -> str:
