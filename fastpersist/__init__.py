@@ -1,7 +1,7 @@
 """fastpersist: checkpoints of PyTorch models at the speed of the disk, never torn, never lost."""
 
 from fastpersist._version import __version__
-from fastpersist.background import PendingSave, async_save
+from fastpersist.background import async_save
 from fastpersist.checkpoint import inspect, load, save, verify
 from fastpersist.checkpointer import Checkpointer
 from fastpersist.engines import Availability, Engine, available, open_engine
@@ -20,6 +20,7 @@ from fastpersist.errors import (
     SaveCancelledError,
     TransferError,
 )
+from fastpersist.pending import PendingSave
 from fastpersist.reports import CheckpointInfo, RecordInfo, SaveReport, TensorInfo, VerifyReport
 
 __all__ = [

@@ -20,9 +20,10 @@ from collections.abc import Iterator
 from types import TracebackType
 from typing import Any, ClassVar, Self
 
-from fastpersist.background import PendingSave, async_save, begin_save
+from fastpersist.background import async_save, begin_save
 from fastpersist.checkpoint import load
 from fastpersist.errors import CheckpointerBusyError
+from fastpersist.pending import PendingSave
 
 log = logging.getLogger("fastpersist")
 

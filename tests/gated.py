@@ -6,11 +6,13 @@ import threading
 from collections.abc import Callable, Collection
 from typing import Any, ClassVar
 
-from fastpersist import background, engines
+from fastpersist import engines
 from fastpersist.engines import Request
 from fastpersist.engines.posix import PosixEngine
 from fastpersist.memory.buffers import shared_pool
 from fastpersist.memory.staging import shared_staging
+from fastpersist.pending import _failures
+from fastpersist.saving_thread import saving_thread
 
 LIMIT_SECONDS = 30.0  # for hangs alone
 
@@ -77,7 +79,7 @@ def install(monkeypatch: Any) -> Gate:
 
 def wait_until_idle() -> None:
     """Until every background save has ended, and all that follows on its end has been done."""
-    worker = background._worker
+    worker = saving_thread()
     with worker._changed:
         assert worker._changed.wait_for(lambda: not worker._unfinished, LIMIT_SECONDS), "a save or its place is left over"
     thread = worker._thread
@@ -90,9 +92,9 @@ def assert_nothing_left(older: Collection[threading.Thread]) -> None:
     """No save is pending or unreported, no memory lent, no thread running but ``older`` ones."""
     wait_until_idle()
     shared_staging().trim()
-    left, background._failures[:] = background._failures.copy(), []
+    left, _failures[:] = _failures.copy(), []
     assert left == []
-    assert not background._worker._queue
+    assert not saving_thread()._queue
     assert list(shared_staging()._lent) == []
     assert shared_pool().lent_nbytes == 0
     running = [thread for thread in threading.enumerate() if thread not in older]

@@ -23,9 +23,11 @@ import pytest
 import torch
 
 import fastpersist
-from fastpersist import EngineUnavailableError, NotDurableError, PendingSave, SaveCancelledError, TransferError, background
+from fastpersist import EngineUnavailableError, NotDurableError, PendingSave, SaveCancelledError, TransferError
 from fastpersist.memory import staging
 from fastpersist.memory.staging import shared_staging
+from fastpersist.pending import _failures
+from fastpersist.saving_thread import saving_thread
 from fastpersist.transfer import publish, snapshot
 from tests.faults.scene import Scene, content, generation_in, renew
 from tests.faults.test_interrupts import Profiler
@@ -140,7 +142,7 @@ def test_what_save_raises_before_it_opens_a_file_is_raised_at_once(scene: Scene)
                 save(content(2), scene.directory / "missing" / "a.pt")
             with pytest.raises(IsADirectoryError):
                 save(content(2), scene.directory)
-    assert not background._worker._unfinished
+    assert not saving_thread()._unfinished
     assert save(content(2), scene.path).wait()
     scene.assert_holds(2)
 
@@ -335,10 +337,10 @@ def test_an_interrupt_while_the_call_waits_for_room(
     first = save(content(2), scene.path)
     gate.wait_until_reached()
     for _ in range(2):
-        interrupt(lambda: bool(background._worker._changed._waiters))  # type: ignore[attr-defined]
+        interrupt(lambda: bool(saving_thread()._changed._waiters))  # type: ignore[attr-defined]
         with pytest.raises(KeyboardInterrupt):
             save(content(3), scene.path)
-        assert background._worker._unfinished == 1
+        assert saving_thread()._unfinished == 1
     gate.open()
     assert first.wait()
     assert save(content(4), scene.path).wait()
@@ -551,7 +553,7 @@ def test_an_ended_save_keeps_no_tensor_alive(
         assert (error is None) == (end is succeed)
     finally:
         gc.enable()
-    background._failures.clear()
+    _failures.clear()
 
 
 def test_copies_free_no_tensor_later_than_the_call(scene: Scene, gate: Gate) -> None:
