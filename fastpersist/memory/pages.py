@@ -15,6 +15,19 @@ _madvise = ctypes.CDLL(None).madvise  # releases the GIL, which mmap.madvise hol
 _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
+SHORT_COPY_NBYTES = 64 << 10  # some 5 us
+
+_move, _move_at_once = ctypes.CDLL(None).memmove, ctypes.PyDLL(None).memmove
+for _function in (_move, _move_at_once):
+    _function.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+    _function.restype = None
+
+
+def copy_memory(target: int, source: int, nbytes: int) -> None:
+    """Copy between addresses. Long copies let go of the GIL; a short one would wait for it longer than it takes."""
+    (_move if nbytes > SHORT_COPY_NBYTES else _move_at_once)(target, source, nbytes)
+
+
 def view_memory(address: int, nbytes: int) -> memoryview:
     """A writable byte view of raw memory. The caller keeps that memory alive for as long as the view is used."""
     return memoryview((ctypes.c_ubyte * nbytes).from_address(address)).cast("B")

@@ -7,7 +7,6 @@ some 10 us, however short it is.
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import weakref
 from collections import deque
@@ -18,7 +17,7 @@ import torch
 
 from fastpersist.archive.layout import DATA_ALIGNMENT
 from fastpersist.archive.pickling import FlatObject
-from fastpersist.memory.pages import Pages, view_memory
+from fastpersist.memory.pages import Pages, copy_memory, view_memory
 from fastpersist.transfer.cuda import CUDA, Event, Piece, Stream
 from fastpersist.transfer.pinning import page_lock
 from fastpersist.transfer.staging import copy_from_device, without_address
@@ -98,7 +97,7 @@ class Copies:
         for event in transfer.events:
             CUDA.synchronize(event)
         for source, target, nbytes in transfer.moves:
-            ctypes.memmove(target, source, nbytes)
+            copy_memory(target, source, nbytes)
         self._under_way.discard(transfer)
 
     def uses(self, memory: Pages) -> bool:

@@ -18,7 +18,7 @@ from fastpersist.archive import zipformat
 from fastpersist.archive.layout import ArchivePlan, Int64Array
 from fastpersist.memory.buffers import AlignedBuffer
 from fastpersist.memory.checksum import crc32
-from fastpersist.memory.pages import view_memory
+from fastpersist.memory.pages import copy_memory, view_memory
 from fastpersist.transfer.extents import Direct
 
 CopyFromDevice = Callable[[int, int, memoryview], None]
@@ -126,7 +126,7 @@ class ArchiveImage:
         of_each = zip(range(run.start, run.stop), self._datas[run], self._nbytes[run], self._addresses[run], strict=True)
         for record, data, nbytes, address in of_each:
             if address:
-                ctypes.memmove(origin + data, address, nbytes)
+                copy_memory(origin + data, address, nbytes)
             else:
                 self._copy_from_device(self._storages[record], 0, window.view(data, data + nbytes))
             if checksum:
@@ -161,7 +161,7 @@ class ArchiveImage:
         target = window.view(start, stop)
         address = self._addresses[record]
         if address:
-            ctypes.memmove(window.address(start), address + start - data, stop - start)
+            copy_memory(window.address(start), address + start - data, stop - start)
         else:
             self._copy_from_device(self._storages[record], start - data, target)
         if self._checksum and record not in self._unseen:  # of the copy: it is still in the cache

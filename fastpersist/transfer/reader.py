@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +20,7 @@ from fastpersist.errors import CheckpointFormatError, CorruptCheckpointError, Tr
 from fastpersist.memory.alignment import PAGE_NBYTES, round_down, round_up
 from fastpersist.memory.buffers import BufferPool
 from fastpersist.memory.checksum import crc32, crc32_combine
-from fastpersist.memory.pages import Pages
+from fastpersist.memory.pages import Pages, copy_memory
 from fastpersist.transfer.device import Copies
 from fastpersist.transfer.pipeline import Pipeline
 from fastpersist.transfer.regions import LARGE_STORAGE_NBYTES, Region, is_large, plan_regions
@@ -155,7 +154,7 @@ class RecordReader:
 def _moved(pages: Pages, place: int, nbytes: int) -> Raw:
     """Bytes that do not lie where they can be used, copied to where they are aligned."""
     copy = Pages(max(nbytes, 1))
-    ctypes.memmove(copy.address, pages.address + place, nbytes)
+    copy_memory(copy.address, pages.address + place, nbytes)
     return copy.view, 0, nbytes
 
 

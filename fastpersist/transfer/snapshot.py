@@ -8,7 +8,6 @@ once its last block has been copied or written. A large storage is staged on who
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import itertools
 import threading
 from collections.abc import Callable, Collection, Generator, Sequence
@@ -22,7 +21,7 @@ from fastpersist.archive.pickling import FlatObject
 from fastpersist.errors import SaveCancelledError
 from fastpersist.memory.alignment import PAGE_NBYTES, round_up
 from fastpersist.memory.buffers import AlignedBuffer
-from fastpersist.memory.pages import view_memory
+from fastpersist.memory.pages import copy_memory, view_memory
 from fastpersist.memory.staging import StagingMemory
 from fastpersist.transfer.device import copy_out
 from fastpersist.transfer.extents import Direct, Extent
@@ -234,7 +233,7 @@ def _copies(
 def _copy(flat: FlatObject, index: int, address: int) -> None:
     nbytes = flat.storage_nbytes[index]
     if nbytes < _PARALLEL_NBYTES:
-        ctypes.memmove(address, flat.addresses[index], nbytes)
+        copy_memory(address, flat.addresses[index], nbytes)
     else:
         source, target = view_memory(flat.addresses[index], nbytes), view_memory(address, nbytes)
         torch.frombuffer(target, dtype=torch.uint8).copy_(torch.frombuffer(source, dtype=torch.uint8))

@@ -9,10 +9,11 @@ import threading
 from pathlib import Path
 
 import pytest
+import torch
 
 from fastpersist.errors import PoolExhausted
 from fastpersist.memory.buffers import AlignedBuffer, BufferPool, shared_pool
-from fastpersist.memory.pages import Pages, view_memory
+from fastpersist.memory.pages import SHORT_COPY_NBYTES, Pages, copy_memory, view_memory
 
 KIB, MIB = 1 << 10, 1 << 20
 
@@ -162,3 +163,11 @@ def _mapped_kib(address: int, field: str) -> int:
 
 def _flags_of_mapping(buffer: Pages) -> list[str]:
     return next(line for line in _mapping_of(buffer.address) if line.startswith("VmFlags:")).split()[1:]
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 4096, SHORT_COPY_NBYTES, SHORT_COPY_NBYTES + 1, 3 << 20])
+def test_memory_is_copied_and_no_more_of_it(nbytes: int) -> None:
+    source, target = (torch.randint(0, 256, (nbytes + 2,), dtype=torch.uint8) for _ in range(2))
+    expected = torch.cat((target[:1], source[1:-1], target[-1:]))
+    copy_memory(target.data_ptr() + 1, source.data_ptr() + 1, nbytes)
+    assert torch.equal(target, expected)
