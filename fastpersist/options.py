@@ -5,7 +5,6 @@ the path's filesystem (used with engine "auto" only), and that over defaults. Ch
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -23,8 +22,6 @@ from fastpersist.errors import AlignmentError
 from fastpersist.memory.alignment import PAGE_NBYTES, is_aligned
 from fastpersist.probing.profile import Profile, load_profile
 from fastpersist.probing.small_pages import slowed_by_small_pages
-
-log = logging.getLogger("fastpersist")
 
 Path = str | os.PathLike[str]
 
@@ -73,10 +70,7 @@ def check_zero_copy(zero_copy: bool | None) -> bool | None:
 
 def choose_zero_copy(zero_copy: bool | None, directory: str) -> bool:
     """The last word for direct I/O to a file in ``directory``, where check_zero_copy left it open."""
-    if zero_copy is None and slowed_by_small_pages(directory):
-        log.info("%s: virtio takes small pages slowly, tensors are copied to large ones (zero_copy=True does not)", directory)
-        return False
-    return zero_copy is not False
+    return not slowed_by_small_pages(directory) if zero_copy is None else zero_copy
 
 
 def _from_environment(variable: str) -> int | None:

@@ -8,11 +8,14 @@ where that was measured, 4.2 GB/s from pages of 4 KiB became 5.3 GB/s from huge 
 from __future__ import annotations
 
 import functools
+import logging
 import os
 from pathlib import Path
 
 from fastpersist.probing.devices import device_chain
 from fastpersist.probing.mounts import block_device_of, mount_of, read_mounts
+
+log = logging.getLogger("fastpersist")
 
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
@@ -35,5 +38,9 @@ def _memory_is_on_huge_pages() -> bool:
 @functools.lru_cache(maxsize=64)
 def _on_virtio(directory: str, device: int) -> bool:
     """``device`` tells apart what has been mounted at ``directory``."""
-    number = block_device_of(mount_of(directory, read_mounts()), read_mounts())
-    return number is not None and any(found.virtio for found in device_chain(number))
+    mounts = read_mounts()
+    number = block_device_of(mount_of(directory, mounts), mounts)
+    slowed = number is not None and any(found.virtio for found in device_chain(number))
+    if slowed:  # once: the verdict is kept
+        log.info("%s: virtio takes small pages slowly, so save copies tensors to large ones (not if zero_copy=True)", directory)
+    return slowed
