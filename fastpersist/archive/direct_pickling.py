@@ -171,9 +171,12 @@ class DirectPickler(StorageCollector, _PicklerInPython):  # type: ignore[misc]
 
 
 class _Form:
-    """The pickle of a tensor with blanks for the key of its storage and for its ``places`` in the memo, which are in a row."""
+    """The pickle of a tensor with blanks for the key of its storage and for its ``places`` in the memo, which are in a row.
 
-    __slots__ = ("_blanks", "_head", "_pack", "places")
+    What follows the key is kept as one number, the bytes being its digits: to move all places on, one addition will do.
+    """
+
+    __slots__ = ("_first", "_head", "_nbytes", "_step", "places")
 
     def __init__(self, pieces: list[bytes], key: str, place: int) -> None:
         """``pieces`` (of whole opcodes) are the pickle of a tensor with this key; ``place`` is the first one that it takes.
@@ -185,24 +188,22 @@ class _Form:
         if [piece for piece in pieces if piece.startswith(_DEFINITIONS)] != [key_piece]:
             return
         key_index = pieces.index(key_piece)
-        constants = [b""]  # around the places
+        first = b""
+        self._step = 0
         for piece in [_put(place), *pieces[key_index + 1 :]]:
             if piece == _put(place + self.places):
-                constants[-1] += _LONG_PUT
-                constants.append(b"")
+                self._step += 1 << 8 * (len(first) + len(_LONG_PUT))
+                first += _LONG_PUT + _number(self.places)
                 self.places += 1
             else:
-                constants[-1] += piece
+                first += piece
         self._head = b"".join(pieces[:key_index]) + _TEXT
-        self._pack = struct.Struct("<" + "I".join(f"{len(constant)}s" for constant in constants)).pack
-        self._blanks: list[Any] = [constants[0]]
-        for constant in constants[1:]:
-            self._blanks += 0, constant
+        self._first, self._nbytes = int.from_bytes(first, "little"), len(first)
 
     def fill_in(self, key: str, place: int) -> bytes:
         """The pickle of a tensor of this kind with a storage that was not met before."""
-        self._blanks[1::2] = range(place, place + self.places)
-        return b"%b%b%b%b" % (self._head, _number(len(key)), key.encode(), self._pack(*self._blanks))
+        rest = (self._first + place * self._step).to_bytes(self._nbytes, "little")
+        return b"%b%b%b%b" % (self._head, _number(len(key)), key.encode(), rest)
 
 
 class _Sink:
@@ -214,7 +215,9 @@ class _Sink:
 
 def _text(text: str, place: int) -> bytes:
     encoded = text.encode("utf-8", "surrogatepass")
-    return b"%b%b%b%b" % (_TEXT, _number(len(encoded)), encoded, _put(place))
+    if place < _FIRST_LONG_PUT:
+        return b"X%b%b%b" % (_number(len(encoded)), encoded, _put(place))
+    return b"X%b%br%b" % (_number(len(encoded)), encoded, _number(place))  # there is a text for each tensor
 
 
 def _put(place: int) -> bytes:
