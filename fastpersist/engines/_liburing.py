@@ -116,6 +116,7 @@ class Ring:
     def __init__(self, entries: int, flags: int) -> None:
         """Raises OSError with the kernel's errno."""
         self._library = load()
+        self._closed = False
         self._memory = ctypes.create_string_buffer(_RING_NBYTES)
         self.address = ctypes.addressof(self._memory)
         parameters = _Params(flags=flags)
@@ -189,8 +190,10 @@ class Ring:
         return int(self._library.io_uring_register_buffers(self.address, vector, len(ranges)))
 
     def close(self) -> None:
-        """Unmap the ring and close its descriptor."""
-        self._library.io_uring_queue_exit(self.address)
+        """Unmap the ring and close its descriptor; once, however often it is called."""
+        if not self._closed:
+            self._closed = True  # before: a second call would close whatever has got the descriptor's number since
+            self._library.io_uring_queue_exit(self.address)
 
 
 RETRYABLE = (-errno.EAGAIN, -errno.EBUSY, -errno.EINTR, -errno.ENOMEM)

@@ -8,7 +8,8 @@ implement the second, all called by the one thread that owns the engine:
     _collect(timeout, at_least)        [(ticket, bytes moved or negated errno)], one or more unless time runs out;
                                        so many will be waited for: whoever can waits for all of them at once
     _settle()                          return only when no memory of any request is in use, whatever was interrupted
-    _shut()                            release the engine's own resources; nothing is in flight
+    _shut()                            release the engine's own resources; nothing is in flight. Called again if Ctrl-C
+                                       interrupted it
 
 Engines know raw addresses and file offsets. They know nothing of torch, of zip files, or of why bytes move.
 """
@@ -234,7 +235,7 @@ class Engine(ABC):
             return
         if self._process == os.getpid():
             self.drain()
-            self._shut()
+            self._shut_uninterrupted()
         self._closed = True
 
     def __enter__(self) -> Self:
@@ -242,6 +243,18 @@ class Engine(ABC):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _shut_uninterrupted(self) -> None:
+        """As drain: a KeyboardInterrupt is raised when all is done."""
+        interrupt: KeyboardInterrupt | None = None
+        while not self._closed:
+            try:
+                self._shut()
+                self._closed = True
+            except KeyboardInterrupt as error:
+                interrupt = error
+        if interrupt is not None:
+            raise interrupt
 
     def _drain_once(self) -> None:
         if self._inside_hook:

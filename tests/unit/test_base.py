@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -128,3 +129,29 @@ def test_an_interrupt_while_draining_is_raised_after_the_last_transfer(tmp_path:
             engine.drain()
         assert engine.in_flight == 0
     assert (tmp_path / "file").read_bytes() == content
+
+
+@pytest.mark.parametrize("name", ["posix", "io_uring", "null"])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_an_interrupt_while_closing_is_raised_when_all_is_released(
+    name: str, when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, descriptors = threading.enumerate(), os.listdir("/proc/self/fd")
+    engine = open_engine(name)
+    real, interrupts = engine._shut, iter([True])
+
+    def interrupted_once() -> None:
+        if when == "after":
+            real()
+        if next(interrupts, False):
+            raise KeyboardInterrupt
+        real()
+
+    monkeypatch.setattr(engine, "_shut", interrupted_once)
+    with pytest.raises(KeyboardInterrupt):
+        engine.close()
+    assert [thread for thread in threading.enumerate() if thread not in before] == []
+    assert os.listdir("/proc/self/fd") == descriptors
+    engine.close()
+    with pytest.raises(EngineStateError, match="closed"):
+        engine.wait()
