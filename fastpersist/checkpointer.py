@@ -96,7 +96,7 @@ class Checkpointer:
                 log.warning("%s: step %d is saved while step %d exists, which stays the latest", self.directory, step, latest)
             options = self._options
             if blocking:  # as fastpersist.save does it
-                options = {"zero_copy": None, **options, "snapshot": False, "guard": None}
+                options = {**options, "snapshot": False, "guard": None, "beside_training": False}
             pending = begin_save(obj, path, recycle=spare, must_recycle=False, afterwards=self._prune, **options)
         except BaseException:
             self._forget(step)

@@ -24,7 +24,9 @@ for _function in (_move, _move_at_once):
 
 
 def copy_memory(target: int, source: int, nbytes: int) -> None:
-    """Copy between addresses. Long copies let go of the GIL; a short one would wait for it longer than it takes."""
+    """Copy between addresses. Long copies let go of the GIL; a short one would wait for it longer than it takes (of memory,
+    that is: pages of a mapped file may have to be read first).
+    """
     (_move if nbytes > SHORT_COPY_NBYTES else _move_at_once)(target, source, nbytes)
 
 

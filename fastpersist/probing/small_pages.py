@@ -21,16 +21,16 @@ _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 def slowed_by_small_pages(directory: str) -> bool:
-    """True for a directory on virtio, unless memory is on huge pages anyway."""
-    return not _memory_is_on_huge_pages() and _on_virtio(directory, os.stat(directory).st_dev)
+    """True for a directory on virtio, where huge pages are for those who ask for them: for our buffers, and not for torch."""
+    return _only_ours_are_huge() and _on_virtio(directory, os.stat(directory).st_dev)
 
 
 @functools.cache
-def _memory_is_on_huge_pages() -> bool:
+def _only_ours_are_huge() -> bool:
     if os.environ.get("THP_MEM_ALLOC_ENABLE") == "1":  # torch, too, looks but once (c10/core/impl/alloc_cpu.cpp)
-        return True
+        return False
     try:
-        return "[always]" in _HUGE_PAGES.read_text()
+        return "[madvise]" in _HUGE_PAGES.read_text()
     except OSError:
         return False
 

@@ -221,7 +221,7 @@ def _with_device_addresses(flat: FlatObject, addresses: Int64Array, devices: Int
 def _max_blocks(flat: FlatObject, block_nbytes: int) -> int:
     """As many transfers as the file can take, at most: large storages have an interior and what lies before it."""
     large = sum(nbytes >= LARGE_NBYTES for nbytes in flat.storage_nbytes)
-    return flat.nbytes // block_nbytes + 2 * large + 1
+    return flat.nbytes // min(block_nbytes, DEFAULT_BLOCK_NBYTES) + 2 * large + 1  # what is copied goes in the latter
 
 
 def _prefix(path: Path) -> str:

@@ -119,7 +119,7 @@ def test_nonsense_is_refused_before_anything_is_done(tmp_path: Path, monkeypatch
 
 
 def test_beside_a_training_nothing_is_copied_unless_asked_for(
-    state: dict[str, Any], tmp_path: Path, disk: dict[str, bool]
+    state: dict[str, Any], tmp_path: Path, disk: dict[str, bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def copied(**given: Any) -> bool:
         with fastpersist.async_save(state, tmp_path / "m.pt", snapshot=False, **given) as pending:
@@ -129,7 +129,12 @@ def test_beside_a_training_nothing_is_copied_unless_asked_for(
 
     assert not copied()
     assert copied(zero_copy=False)
-    assert copied(zero_copy=None)
+    monkeypatch.setenv("FASTPERSIST_ZERO_COPY", "0")
+    assert copied()
+    assert not copied(zero_copy=True)
+    monkeypatch.setenv("FASTPERSIST_ZERO_COPY", "perhaps")
+    with pytest.raises(ValueError, match="FASTPERSIST_ZERO_COPY must be 0 or 1"):
+        copied()
 
 
 def test_a_checkpointer_does_as_save_and_async_save_do(tmp_path: Path, disk: dict[str, bool]) -> None:
@@ -170,12 +175,12 @@ class TestTheDisk:
         mounts = [Mount("/", device, "ext4", "/dev/root", ())]
         self.patch.setattr(small_pages, "read_mounts", lambda: mounts)
         small_pages._on_virtio.cache_clear()
-        small_pages._memory_is_on_huge_pages.cache_clear()
+        small_pages._only_ours_are_huge.cache_clear()
         try:
             return small_pages.slowed_by_small_pages(self.directory)
         finally:
             small_pages._on_virtio.cache_clear()
-            small_pages._memory_is_on_huge_pages.cache_clear()
+            small_pages._only_ours_are_huge.cache_clear()
 
     @pytest.mark.parametrize(
         ("device", "slowed"),
@@ -192,12 +197,15 @@ class TestTheDisk:
     def test_virtio_anywhere_below_is_slow(self, device: str, slowed: bool) -> None:
         assert self.slowed_on(device) is slowed
 
-    def test_huge_pages_are_not_small(self) -> None:
+    def test_all_pages_are_alike(self) -> None:
         assert self.slowed_on("254:0")
-        self.huge_pages.write_text("[always] madvise never\n")
-        assert not self.slowed_on("254:0")
+        for setting in ("[always] madvise never\n", "always madvise [never]\n", ""):
+            self.huge_pages.write_text(setting)
+            assert not self.slowed_on("254:0")
         self.huge_pages.unlink()
-        assert self.slowed_on("254:0")
+        assert not self.slowed_on("254:0")
+
+    def test_torchs_pages_are_huge(self) -> None:
         self.patch.setenv("THP_MEM_ALLOC_ENABLE", "0")
         assert self.slowed_on("254:0")
         self.patch.setenv("THP_MEM_ALLOC_ENABLE", "1")
