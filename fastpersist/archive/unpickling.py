@@ -13,7 +13,7 @@ import re
 import sys
 import zipfile
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -31,8 +31,8 @@ Place = Callable[[torch.UntypedStorage, str], torch.UntypedStorage]
 Raw = tuple[memoryview, int, int]
 """(memory, start, nbytes): the bytes of a storage in host memory, aligned for every dtype, of which none is made yet."""
 
-StorageLookup = Callable[[str], torch.UntypedStorage | Raw]
-"""The storage under a key, which is asked for once; KeyError if the checkpoint has none."""
+StorageLookup = Callable[[str], torch.UntypedStorage | Raw | None]
+"""The storage under a key, which is asked for once; None if there is none. It may have to be read: all errors are true ones."""
 
 MAX_LOCATION_LENGTH = 200
 _STORAGE_TYPES = (type, torch.serialization.StorageType)  # torch's own pickles give the one or the other
@@ -180,11 +180,12 @@ class _StorageLoader:
         if kind != "storage" or len(location) > MAX_LOCATION_LENGTH:
             raise _OwnError(CheckpointFormatError(f"data.pkl refers to a storage as {brief(kind)} at {brief(location)}"))
         try:
-            storage, read = self._lookup(key), True
-        except KeyError:
-            storage, read = self._look_elsewhere(key)
-        except Exception as error:  # it may be read only now
+            storage = self._lookup(key)
+        except Exception as error:
             raise _OwnError(error) from error
+        read = True
+        if storage is None:
+            storage, read = self._look_elsewhere(key)
         dtype = self._dtypes.get(storage_type) or self._dtype(storage_type, key)
         nbytes = storage[2] if isinstance(storage, tuple) else storage.nbytes()
         if nbytes != numel * dtype.itemsize:
@@ -203,9 +204,9 @@ class _StorageLoader:
     def _look_elsewhere(self, key: str) -> tuple[torch.UntypedStorage | Raw, bool]:
         if key in self._empty:
             return self._empty[key], True
-        if self._unread is not None:
-            with suppress(KeyError):
-                return self._unread(key), False
+        unread = None if self._unread is None else self._unread(key)
+        if unread is not None:
+            return unread, False
         raise _OwnError(CheckpointFormatError(f"data.pkl refers to storage {brief(key)}, but there is no such record"))
 
     def _adapt(self, storage: torch.UntypedStorage, dtype: torch.dtype, location: str) -> torch.UntypedStorage:
@@ -234,8 +235,8 @@ class _StorageLoader:
         return dtype
 
 
-def _no_storage(key: str) -> Raw:
-    raise KeyError(key)
+def _no_storage(key: str) -> None:
+    return None
 
 
 def _typed_storage(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.storage.TypedStorage:

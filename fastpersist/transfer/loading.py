@@ -38,6 +38,8 @@ from fastpersist.transfer.streaming import stream_blocks
 
 log = logging.getLogger("fastpersist")
 
+_SPARSE = b"_rebuild_sparse_tensor"
+
 CACHED_SHARE = 0.9
 """From this share of a file in the page cache on, "auto" reads it from there: copying is faster than the disk."""
 
@@ -86,7 +88,10 @@ def load_records(
         sketch = None if wanted is None else Sketch(source, directory, weights_only=weights_only, order=order)
         chosen, records = (set(), directory.storages()) if sketch is None or wanted is None else sketch.choose(wanted)
         device = CUDA.device_named(map_location) if order == sys.byteorder else -1
-        with _storages(source, directory, records, reading, device) as take:
+        # Before all has been read nothing is unpickled that may use the same engine or, unverified, run code of the caller's;
+        # and sparse tensors wait for their validation in a list that all loads of the process share, so no longer than needed.
+        ahead = reading.own_engine and (weights_only or not reading.verify) and _SPARSE not in pickle_bytes
+        with _storages(source, directory, records, reading, device, ahead=ahead) as take:
             obj = unflatten(
                 pickle_bytes, take, unread=None if sketch is None else sketch.storage, weights_only=weights_only,
                 map_location=map_location, place=None if device < 0 else _stay, order=order,
@@ -105,8 +110,10 @@ def load_without_data(source: CheckpointFile, directory: Directory, *, map_locat
     """The object on device "meta" or, under FakeTensorMode, of fake tensors. Each storage notes its place in the file."""
     fake = torch._guards.detect_fake_mode(None) is not None
 
-    def lookup(key: str) -> torch.UntypedStorage:
-        record = directory.index[f"data/{key}"]
+    def lookup(key: str) -> torch.UntypedStorage | None:
+        record = directory.index.get(f"data/{key}")
+        if record is None:
+            return None
         storage = placeholder(int(directory.nbytes[record]))
         storage._checkpoint_offset = source.data_offset(directory, record)  # where torch tells it, too
         return storage
@@ -136,9 +143,9 @@ def _stay(storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage:
 
 @contextlib.contextmanager
 def _storages(
-    source: CheckpointFile, directory: Directory, records: list[int], reading: Reading, device: int
+    source: CheckpointFile, directory: Directory, records: list[int], reading: Reading, device: int, *, ahead: bool
 ) -> Iterator[StorageLookup]:
-    """Read to CUDA device ``device``, or to host memory (-1) while they are looked up, which takes them out of here."""
+    """Read to CUDA device ``device``, or to host memory (-1), with ``ahead`` while they are looked up. That takes them out."""
     total_nbytes = sum(int(directory.nbytes[record]) for record in records)
     with (
         _open(reading, source) as file,
@@ -149,10 +156,11 @@ def _storages(
             queue_depth=reading.queue_depth, moved=ProgressCounter(report, total_nbytes).add,
         )  # fmt: skip
         if device >= 0:
-            yield reader.read_to_device(records, device, verify=reading.verify).pop
+            storages = reader.read_to_device(records, device, verify=reading.verify)
+            yield lambda key: storages.pop(key, None)
             return
         with reader.reading(records, verify=reading.verify) as arriving:
-            if not reading.own_engine:  # what is unpickled may use it, too
+            if not ahead:
                 arriving.finish()
             yield arriving.take
 

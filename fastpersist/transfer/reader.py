@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import bisect
 import contextlib
+import gc
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -32,6 +34,9 @@ HEADER_WINDOW_NBYTES = 2 * PAGE_NBYTES
 """A header's fixed part may lie across a page boundary."""
 
 KEY_PLACE = len("data/")
+
+PAUSE_SECONDS = 0.02
+"""Other threads of the program may make garbage while a load waits for the disk."""
 
 Storages = dict[str, Raw]
 """By key, the memory that was read; each keeps its pages alive."""
@@ -183,32 +188,49 @@ class Arriving:
         self._requests = self._all_requests()
         self._under_way = 0
         self._looked_at = 0  # regions whose storages have been found
+        self._first_records = [region.records[0] for region in regions]
         self._storages: Storages = {}
+        self._collects_garbage = gc.isenabled()
 
-    def take(self, key: str) -> Raw:
-        """The storage under ``key``, which can be had once. Raises KeyError for any other, and what reading raises."""
-        while key not in self._storages:
-            if self._looked_at == len(self._regions):
-                raise KeyError(key)
-            self._look_at_next_region()
-        return self._storages.pop(key)
+    def take(self, key: str) -> Raw | None:
+        """The storage under ``key``, which can be had once; None for any other. Raises what reading raises."""
+        if key not in self._storages:
+            record = self._reader._directory.index.get(f"data/{key}", -1)
+            number = bisect.bisect_right(self._first_records, record) - 1  # of the region that holds it, if any does
+            while self._looked_at <= number:
+                self._look_at_next_region()
+        return self._storages.pop(key, None)
 
     def finish(self) -> None:
         """Wait for all that nobody has asked for yet."""
-        with garbage_collector_paused():
-            while self._looked_at < len(self._regions):
-                self._look_at_next_region()
+        while self._looked_at < len(self._regions):
+            self._look_at_next_region()
 
     def _look_at_next_region(self) -> None:
         number = self._looked_at
         self._fill_queue()
         while self._missing[number]:
-            self._pipeline.reap()
+            self._wait()
             self._fill_queue()
         self._looked_at += 1
         # Pages that no storage views are free once they have been looked at.
         pages = self._memory.pop(number)
-        self._reader._take_storages(self._regions[number], pages, self._data_offsets, self._sums, self._storages)
+        with garbage_collector_paused():
+            self._reader._take_storages(self._regions[number], pages, self._data_offsets, self._sums, self._storages)
+
+    def _wait(self) -> None:
+        """For at least one read, with the garbage collector paused (by who unpickles) for a short time at most."""
+        if gc.isenabled() or not self._collects_garbage:
+            self._pipeline.reap()
+            return
+        under_way = self._under_way
+        self._pipeline.reap(timeout=PAUSE_SECONDS)
+        if self._under_way == under_way:
+            gc.enable()
+            try:
+                self._pipeline.reap()
+            finally:
+                gc.disable()
 
     def _fill_queue(self) -> None:
         room = self._reader._queue_depth - self._under_way

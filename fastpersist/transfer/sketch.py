@@ -30,9 +30,11 @@ class MappedStorages:
         self._mapped = torch.frombuffer(mapping, dtype=torch.uint8).untyped_storage()
         self._record_at: dict[int, int] = {}
 
-    def storage(self, key: str) -> torch.UntypedStorage:
-        """The storage under ``key``, unread; KeyError if the checkpoint has none."""
-        record = self._directory.index[f"data/{key}"]
+    def storage(self, key: str) -> torch.UntypedStorage | None:
+        """The storage under ``key``, unread; None if the checkpoint has none."""
+        record = self._directory.index.get(f"data/{key}")
+        if record is None:
+            return None
         start, nbytes = self._source.data_offset(self._directory, record), int(self._directory.nbytes[record])
         self._record_at[start] = record
         view: torch.UntypedStorage = self._mapped[start : start + nbytes]

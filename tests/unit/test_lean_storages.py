@@ -25,7 +25,7 @@ def reload(obj: object, *, weights_only: bool = False) -> Any:
         if nbytes:
             pages.view[64 : 64 + nbytes] = bytes(storage)[:nbytes]
         raws[str(key)] = (pages.view, 64 if nbytes else 0, nbytes)
-    return unflatten(flat.pickle_bytes, raws.pop, weights_only=weights_only)
+    return unflatten(flat.pickle_bytes, lambda key: raws.pop(key, None), weights_only=weights_only)
 
 
 GEOMETRIES = {
