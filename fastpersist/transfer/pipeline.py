@@ -72,6 +72,7 @@ class Pipeline:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._held.clear()  # what was never started; it may refer to whoever has this pipeline
         try:
             self._engine.drain()
         finally:

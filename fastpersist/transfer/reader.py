@@ -7,7 +7,7 @@ import contextlib
 import gc
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from functools import partial
 from itertools import islice, repeat
 
@@ -80,8 +80,11 @@ class RecordReader:
         with _PopulatedAhead(memory) as ready, self._pipeline(self._moved) as pipeline:
             arriving = Arriving(self, pipeline, regions, memory, data_offsets, BlockSums() if verify else None, ready)
             del memory
-            yield arriving
-            arriving.finish()
+            try:
+                yield arriving
+                arriving.finish()
+            finally:
+                arriving.close()
 
     def _pipeline(self, moved: Callable[[int], None], copies: Copies | None = None) -> Pipeline:
         return Pipeline(
@@ -206,6 +209,11 @@ class Arriving:
         while self._looked_at < len(self._regions):
             self._look_at_next_region()
 
+    def close(self) -> None:
+        """Let go of memory that nobody has taken."""
+        self._requests.close()  # it refers to this object, and would keep it and all pages until garbage is collected
+        self._memory.clear()
+
     def _look_at_next_region(self) -> None:
         number = self._looked_at
         self._fill_queue()
@@ -240,7 +248,7 @@ class Arriving:
                 self._pipeline.submit(request, finished=finished)
             self._pipeline.start_held()
 
-    def _all_requests(self) -> Iterator[tuple[Read, Callable[[int], None]]]:
+    def _all_requests(self) -> Generator[tuple[Read, Callable[[int], None]], None, None]:
         """The reads of all regions, and what is to be told when one has ended."""
         file, block_nbytes, file_nbytes = self._reader._file, self._reader._block_nbytes, self._reader._directory.file_nbytes
         for number, region in enumerate(self._regions):
