@@ -153,12 +153,13 @@ class OtherProcess:
     """The same saves by another process. A context manager."""
 
     def __init__(self, path: Path, nbytes: int, *, snapshot: bool) -> None:
-        self._here, there = multiprocessing.Pipe()
+        self._here, self._there = multiprocessing.Pipe()
         context = multiprocessing.get_context("spawn")
-        self._process = context.Process(target=_save_when_told, args=(there, path, nbytes, snapshot), daemon=True)
+        self._process = context.Process(target=_save_when_told, args=(self._there, path, nbytes, snapshot), daemon=True)
 
     def __enter__(self) -> OtherProcess:
         self._process.start()
+        self._there.close()  # with it closed here, the death of the process ends our waiting for its answers
         return self
 
     def __exit__(self, *_: object) -> None:
