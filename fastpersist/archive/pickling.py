@@ -92,13 +92,15 @@ def garbage_collector_paused() -> Iterator[None]:
     """No collection meanwhile; restored on every way out."""
     # Pickling makes many small objects and no cycles; the collector would look through all of them again and again.
     enabled = gc.isenabled()
-    gc.disable()
     try:
+        gc.disable()  # in here: Ctrl-C right after it must not leave the collector off for good
         yield
     finally:
-        if enabled:
+        try:
             # Of few new objects nothing need be spared, and the count of frozen ones, which is not kept, takes its time.
-            if gc.get_count()[0] > _MANY_OBJECTS and gc.get_freeze_count() == 0:  # nobody else's frozen objects would be thawed
+            if enabled and gc.get_count()[0] > _MANY_OBJECTS and gc.get_freeze_count() == 0:  # else others would be thawed
                 gc.freeze()  # together they move what was made into the oldest generation: it is looked through once,
                 gc.unfreeze()  # in the next full collection, and not right now
-            gc.enable()
+        finally:
+            if enabled:
+                gc.enable()

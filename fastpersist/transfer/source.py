@@ -22,6 +22,7 @@ class CheckpointFile:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._fileno = -1
         if hasattr(path, "read"):
             raise TypeError(
                 f"fastpersist reads from a path, not from a {type(path).__name__}: use torch.load for file-like objects"
@@ -38,7 +39,16 @@ class CheckpointFile:
         return self
 
     def __exit__(self, *_: object) -> None:
-        os.close(self._fileno)
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()  # an exception may have struck between open and with
+
+    def close(self) -> None:
+        """Close the descriptor; harmless when repeated."""
+        fileno, self._fileno = self._fileno, -1
+        if fileno >= 0:
+            os.close(fileno)
 
     @property
     def fileno(self) -> int:

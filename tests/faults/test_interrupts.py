@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ from types import FrameType
 from typing import Any
 
 import pytest
+import torch
 
 import fastpersist
 from fastpersist import EngineStateError
@@ -96,6 +98,34 @@ def test_an_interrupt_wherever_python_handles_signals(
     assert interrupts > 100
     save()
     assert {name: left.get(name) for name in os.listdir(scene.directory)} == {scene.path.name: None}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["posix", "io_uring"])
+@pytest.mark.parametrize("weights_only", [True, False])
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_interrupt_of_a_load_wherever_python_handles_signals(scene: Scene, engine: str, weights_only: bool) -> None:
+    gc.collect()
+    saved = [torch.full((300_000,), float(index)) for index in range(4)]
+    fastpersist.save(saved, scene.path)
+
+    def load() -> None:
+        loaded = fastpersist.load(
+            scene.path, engine=engine, weights_only=weights_only, block_nbytes=BLOCK_NBYTES, queue_depth=4
+        )
+        assert all(torch.equal(found, expected) for found, expected in zip(loaded, saved, strict=True))
+
+    survey = Profiler()
+    survey.run(load)
+    assert {"_look_at_next_region", "_fill_queue", "_wait", "take"} <= {place[3] for place in survey.places}
+    interrupts = 0
+    for place in survey.places:
+        interrupts += Profiler(place).run(load)
+        assert gc.isenabled(), place
+        assert shared_pool().lent_nbytes == 0, place
+        assert "fastpersist-populate" not in [thread.name for thread in threading.enumerate()], place
+    assert interrupts > 200
+    load()
 
 
 @pytest.mark.slow
