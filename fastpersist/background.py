@@ -18,7 +18,6 @@ from fastpersist.engines import Engine
 from fastpersist.guarding import Optimizers, as_optimizers, guarded_storages, hold_next_step, remove_idle_hooks
 from fastpersist.memory.available import available_nbytes
 from fastpersist.memory.staging import shared_staging
-from fastpersist.options import check_zero_copy
 from fastpersist.pending import PendingSave, raise_what_nobody_asked_about
 from fastpersist.progress import Progress
 from fastpersist.saving_thread import saving_thread
@@ -61,8 +60,8 @@ def async_save(
     order of the calls. engine: a name; an open engine belongs to one thread. The other options are those of ``save``, and
     ``progress`` is called in the thread.
 
-    zero_copy=None means True here (unless FASTPERSIST_ZERO_COPY says otherwise): a training needs the CPU more than the save
-    needs the disk, and copies are on huge pages already.
+    What neither arguments nor the environment say is chosen for the training's sake: zero_copy is True, as copies cost CPU
+    time, and blocks are of 32 MiB at least, as each group of them takes the interpreter's lock three times.
 
     Raises at once what ``save`` raises before it opens a file; later failures come from the PendingSave. One that nobody has
     asked about is logged, raised by the next call of async_save, and printed when the interpreter exits.
@@ -83,7 +82,6 @@ def begin_save(
     max_staging_nbytes: int | None = None,
     max_pending: int = 1,
     pickle_protocol: int = 2,
-    zero_copy: bool | None = None,
     beside_training: bool = True,
     afterwards: Callable[[], object] | None = None,
     **job_options: Any,
@@ -103,8 +101,7 @@ def begin_save(
     if max_staging_nbytes is not None and max_staging_nbytes < 0:
         raise ValueError(f"max_staging_nbytes must not be negative, but it is {max_staging_nbytes}")
     optimizers = [] if guard is None else as_optimizers(guard)
-    zero_copy = check_zero_copy(zero_copy)
-    job = SaveJob.check(path, zero_copy=True if zero_copy is None and beside_training else zero_copy, **job_options)
+    job = SaveJob.check(path, beside_training=beside_training, **job_options)
     remove_idle_hooks()
     raise_what_nobody_asked_about()
     with saving_thread().place(max_pending) as place:

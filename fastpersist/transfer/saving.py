@@ -66,16 +66,22 @@ class SaveJob:
         recycle: Path | None = None,
         must_recycle: bool = True,
         progress: bool | Progress = False,
+        beside_training: bool = False,
     ) -> SaveJob:
-        """With must_recycle False a file that cannot be recycled is left alone, and a fresh one written.
+        """With must_recycle False a file that cannot be recycled is left alone, and a fresh one written. beside_training: what
+        has been left open is chosen so that it costs others little, not so that the save is fast.
 
         Raises what resolve_target and the options raise; nothing has been touched then.
         """
-        choice = choose(engine, block_nbytes, queue_depth, path)  # the engine is opened when there is something to write
+        # The engine is opened when there is something to write.
+        choice = choose(engine, block_nbytes, queue_depth, path, beside_training=beside_training)
+        zero_copy = check_zero_copy(zero_copy)
+        if zero_copy is None and beside_training:
+            zero_copy = True  # a training needs the CPU more than the save needs the disk
         if layout not in LAYOUTS:
             raise ValueError(f"unknown layout {layout!r}: use one of {', '.join(map(repr, LAYOUTS))}")
         return cls(
-            resolve_target(path), _prefix(path), *choice, checksum, durable, layout, check_zero_copy(zero_copy),
+            resolve_target(path), _prefix(path), *choice, checksum, durable, layout, zero_copy,
             None if recycle is None else os.path.abspath(os.fsdecode(recycle)), must_recycle, progress,
         )  # fmt: skip
 

@@ -596,6 +596,11 @@ class TestOptions:
         fastpersist.save(content(1), expected, **options)
         assert (directory / name_of(1)).read_bytes() == expected.read_bytes()
 
+    def test_blocks_are_large_beside_a_training_only(self, directory: Path, blocking: bool) -> None:
+        with Checkpointer(directory) as checkpointer:
+            report = checkpointer.save(content(1), 1, blocking=blocking).result()
+        assert report.block_nbytes == (8 << 20 if blocking else 32 << 20)
+
     def test_durable(self, directory: Path, monkeypatch: Any, blocking: bool) -> None:
         synced: list[str] = []
         real = os.fsync

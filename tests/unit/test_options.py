@@ -53,6 +53,16 @@ def test_the_environment_never_exceeds_an_open_engine(monkeypatch: pytest.Monkey
         assert queue_depth(None, engine) == 5
 
 
+def test_beside_training_blocks_that_nobody_asked_for_are_larger(monkeypatch: pytest.MonkeyPatch) -> None:
+    def beside(value: int | None) -> int:
+        return choose("auto", value, None, "path", beside_training=True).block_nbytes
+
+    assert beside(None) == 32 << 20
+    assert beside(8192) == 8192
+    monkeypatch.setenv("FASTPERSIST_BLOCK_NBYTES", "65536")
+    assert beside(None) == 65536
+
+
 @pytest.mark.parametrize("value", [0, -4096, 1, 4095, 6000])
 def test_a_misaligned_block_is_refused(value: int) -> None:
     with pytest.raises(AlignmentError, match=f"multiple of 4096, not {value}"):

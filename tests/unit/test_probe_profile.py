@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import time
@@ -154,6 +155,13 @@ def _sizes(path: Path, engine: str = "auto") -> tuple[int, int]:
 def test_the_profile_replaces_defaults(tmp_path: Path) -> None:
     save_profile(tmp_path, PROFILE, gb_per_s=1.5)
     assert _sizes(tmp_path / "new.pt") == (1 << 20, 3)
+
+
+@pytest.mark.parametrize(("block_nbytes", "beside_training"), [(1 << 20, 32 << 20), (64 << 20, 64 << 20)])
+def test_beside_training_the_profile_never_makes_blocks_small(tmp_path: Path, block_nbytes: int, beside_training: int) -> None:
+    save_profile(tmp_path, dataclasses.replace(PROFILE, block_nbytes=block_nbytes), gb_per_s=1.5)
+    choice = choose("auto", None, None, tmp_path / "new.pt", beside_training=True)
+    assert (choice.block_nbytes, choice.queue_depth) == (beside_training, 3)
 
 
 def test_the_environment_and_arguments_win_over_the_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
