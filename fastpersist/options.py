@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
 from typing import NamedTuple
 
 from fastpersist.engines import (
@@ -52,10 +51,11 @@ def choose(
     ValueError for an unknown engine or one that makes no sense by name, for more bytes than one transfer can move, and for a
     depth below 1, above 1024, or above that of the open engine.
     """
-    profile = _profile(engine, path)
+    engine, profile = _named(engine, path)
+    _check_engine(engine)
     least_nbytes = BESIDE_TRAINING_NBYTES if beside_training else 0
     return Choice(
-        _engine(engine, profile),
+        engine,
         _block_nbytes(block_nbytes, engine, profile, least_nbytes),
         _queue_depth(queue_depth, engine, profile),
     )
@@ -81,7 +81,13 @@ def choose_zero_copy(zero_copy: bool | None, directory: str) -> bool:
     return not slowed_by_small_pages(directory) if zero_copy is None else zero_copy
 
 
-def _from_environment(variable: str) -> int | None:
+def _given(option: str, value: int | None) -> int | None:
+    """The argument, else what the environment says; None if neither does."""
+    if value is not None:
+        if not isinstance(value, int):
+            raise TypeError(f"{option} must be a whole number, not {value!r}")
+        return value
+    variable = f"FASTPERSIST_{option.upper()}"
     text = os.environ.get(variable)
     if not text:
         return None
@@ -91,29 +97,23 @@ def _from_environment(variable: str) -> int | None:
         raise ValueError(f"the environment variable {variable} must be a whole number, not {text!r}") from None
 
 
-def _whole_number(option: str, value: int | None) -> int | None:
-    if value is not None and not isinstance(value, int):
-        raise TypeError(f"{option} must be a whole number, not {value!r}")
-    return value
-
-
-def _profile(engine: str | Engine, path: Path) -> Profile | None:
-    """The profile of the path's filesystem, unless the engine was chosen without it: its sizes are that engine's."""
+def _named(engine: str | Engine, path: Path) -> tuple[str | Engine, Profile | None]:
+    """What "auto" means, and the profile of the path's filesystem, unless its sizes are those of another engine."""
     if engine != "auto":
-        return None
-    profile, named = load_profile(path), os.environ.get("FASTPERSIST_ENGINE") or "auto"
-    return profile if profile is not None and named in ("auto", profile.engine) else None
+        return engine, None
+    profile, named = load_profile(path), os.environ.get("FASTPERSIST_ENGINE")
+    if profile is None or (named and named not in ("auto", profile.engine)):
+        return named or "auto", None
+    return named or profile.engine, profile
 
 
 def _block_nbytes(block_nbytes: int | None, engine: str | Engine, profile: Profile | None, least_nbytes: int) -> int:
-    block_nbytes = _whole_number("block_nbytes", block_nbytes)
-    if block_nbytes is None:
-        block_nbytes = _from_environment("FASTPERSIST_BLOCK_NBYTES")
+    block_nbytes = _given("block_nbytes", block_nbytes)
     if block_nbytes is None:
         if profile is not None:
             block_nbytes = profile.block_nbytes
         else:
-            block_nbytes = engine.block_nbytes if isinstance(engine, Engine) else DEFAULT_BLOCK_NBYTES
+            block_nbytes = DEFAULT_BLOCK_NBYTES if isinstance(engine, str) else engine.block_nbytes
         block_nbytes = max(block_nbytes, least_nbytes)
     if block_nbytes <= 0 or not is_aligned(block_nbytes, PAGE_NBYTES):
         raise AlignmentError(f"block_nbytes must be a positive multiple of {PAGE_NBYTES}, not {block_nbytes}")
@@ -123,30 +123,27 @@ def _block_nbytes(block_nbytes: int | None, engine: str | Engine, profile: Profi
 
 
 def _queue_depth(queue_depth: int | None, engine: str | Engine, profile: Profile | None) -> int:
-    from_environment = _whole_number("queue_depth", queue_depth) is None
-    if queue_depth is None:
-        queue_depth = _from_environment("FASTPERSIST_QUEUE_DEPTH")
+    is_argument = queue_depth is not None
+    queue_depth = _given("queue_depth", queue_depth)
     if queue_depth is None and profile is not None:
         queue_depth = profile.queue_depth
-    opened = engine.queue_depth if isinstance(engine, Engine) else None
+    opened = None if isinstance(engine, str) else engine.queue_depth
     if queue_depth is None:
         queue_depth = DEFAULT_QUEUE_DEPTH if opened is None else opened
     if not 1 <= queue_depth <= MAX_QUEUE_DEPTH:
         raise ValueError(f"queue_depth must be at least 1 and at most {MAX_QUEUE_DEPTH}, not {queue_depth}")
     if opened is not None and queue_depth > opened:
-        if from_environment:
+        if not is_argument:
             return opened
         raise ValueError(f"queue_depth={queue_depth} exceeds the {opened} that the engine was opened with")
     return queue_depth
 
 
-def _engine(engine: str | Engine, profile: Profile | None) -> str | Engine:
-    if isinstance(engine, Engine):
-        return engine
+def _check_engine(engine: str | Engine) -> None:
     if not isinstance(engine, str):
+        if isinstance(engine, Engine):
+            return
         raise TypeError(f"engine must be a name or an open engine, not {type(engine).__name__}")
-    if engine == "auto":
-        engine = os.environ.get("FASTPERSIST_ENGINE") or ("auto" if profile is None else profile.engine)
     if engine == "memory":
         raise ValueError(
             "engine='memory' would drop the bytes with the engine: open it with open_engine('memory'), pass that, and read "
@@ -154,17 +151,15 @@ def _engine(engine: str | Engine, profile: Profile | None) -> str | Engine:
         )
     if engine != "auto":
         engine_class(engine)
-    return engine
 
 
-@contextlib.contextmanager
-def ready_engine(engine: str | Engine, path: str, block_nbytes: int, queue_depth: int) -> Iterator[Engine]:
-    """The engine that was chosen: an open one as it is (and left open), or one opened by name for this call.
+def ready_engine(
+    engine: str | Engine, path: str, block_nbytes: int, queue_depth: int
+) -> contextlib.AbstractContextManager[Engine]:
+    """The engine that was chosen: an open one as it is (and left open), or one opened by name for the block.
 
     Raises EngineUnavailableError for one that cannot run here.
     """
-    if isinstance(engine, Engine):
-        yield engine
-        return
-    with open_engine(engine, path=path, block_nbytes=block_nbytes, queue_depth=queue_depth) as opened:
-        yield opened
+    if not isinstance(engine, str):
+        return contextlib.nullcontext(engine)
+    return open_engine(engine, path=path, block_nbytes=block_nbytes, queue_depth=queue_depth)

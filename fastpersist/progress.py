@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator
 
 Progress = Callable[[int, int], None]
 
 
-@contextlib.contextmanager
-def progress_reporter(progress: bool | Progress, description: str) -> Iterator[Progress]:
+def progress_reporter(progress: bool | Progress, path: str) -> contextlib.AbstractContextManager[Progress]:
     """The function to call with (bytes done, bytes in all), whatever form the option has."""
     if callable(progress):
-        yield progress
-    elif progress:
-        with _bar(description) as update:
-            yield update
-    else:
-        yield _ignore
+        return contextlib.nullcontext(progress)
+    return _bar(os.path.basename(path)) if progress else contextlib.nullcontext(_ignore)
 
 
 class ProgressCounter:

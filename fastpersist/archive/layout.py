@@ -7,6 +7,7 @@ where it lies. The offsets follow from sizes and residues alone, so equal inputs
 
 from __future__ import annotations
 
+import hashlib
 import sys
 from dataclasses import dataclass
 
@@ -67,7 +68,7 @@ def plan(prefix: str, pickle_bytes: bytes, storage_nbytes: Int64Array, residues:
     multiples of 4096, as torch.save does under ``storage_alignment = 4096``; it ignores the residues. Layout "auto" rounds
     the file's length up to whole pages by a comment: to cut the last block afterwards, a filesystem reads it again.
     """
-    head, tail = _metadata(pickle_bytes, layout)
+    head, tail = metadata_records(pickle_bytes, layout)
     order = storage_order(storage_nbytes, layout)
     start, end = len(head), len(head) + len(order)  # of the storages among the records
     names = [f"{prefix}/{name}".encode() for name in head]
@@ -103,8 +104,8 @@ def storage_order(storage_nbytes: Int64Array, layout: str) -> Int64Array:
     return (storage_nbytes >= LARGE_NBYTES).argsort(kind="stable")
 
 
-def _metadata(pickle_bytes: bytes, layout: str) -> tuple[_Contents, _Contents]:
-    """The metadata records before the storages, and those behind them."""
+def metadata_records(pickle_bytes: bytes, layout: str) -> tuple[_Contents, _Contents]:
+    """The metadata records before the storages, and those behind them. The serialization id, known last, is None."""
     head: _Contents = {"data.pkl": pickle_bytes}
     if layout == "torch":
         # With .format_version present torch computes offsets, from exactly this order and this alignment.
@@ -113,6 +114,16 @@ def _metadata(pickle_bytes: bytes, layout: str) -> tuple[_Contents, _Contents]:
     # Neither .format_version nor .storage_alignment: torch then reads each offset from its header, wherever it lies.
     head |= {"byteorder": _BYTE_ORDER, "version": b"3\n"}
     return head, {SERIALIZATION_ID: None}
+
+
+def serialization_id(names: list[bytes], checksums: bytes, nbytes: bytes) -> bytes:
+    """40 digits that differ between different contents: a hash of the names and one of the rest, as torch has it.
+
+    names, nbytes (64 bits each): of all records; checksums (32 bits each): of those before this one.
+    """
+    of_names = int.from_bytes(hashlib.blake2b(b"\0".join(names), digest_size=8).digest(), "little")
+    of_content = int.from_bytes(hashlib.blake2b(checksums + nbytes, digest_size=8).digest(), "little")
+    return b"%020d%020d" % (of_names, of_content)
 
 
 def _sizes(contents: _Contents) -> list[int]:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import io
 import pickle
 from collections import OrderedDict
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,20 +85,30 @@ class _PicklerInC(StorageCollector, pickle.Pickler):
         pickle.Pickler.__init__(self, buffer, protocol=protocol)
 
 
-@contextlib.contextmanager
-def garbage_collector_paused() -> Iterator[None]:
+class garbage_collector_paused:  # noqa: N801  # used as a function is; one made of a generator takes longer
     """No collection meanwhile; restored on every way out."""
+
     # Pickling makes many small objects and no cycles; the collector would look through all of them again and again.
-    enabled = gc.isenabled()
-    try:
-        gc.disable()  # in here: Ctrl-C right after it must not leave the collector off for good
-        yield
-    finally:
+
+    def __init__(self) -> None:
+        self._is_to_resume = gc.isenabled()
+
+    def __enter__(self) -> None:
+        gc.disable()
+
+    def __exit__(self, *_: object) -> None:
         try:
             # Of few new objects nothing need be spared, and the count of frozen ones, which is not kept, takes its time.
-            if enabled and gc.get_count()[0] > _MANY_OBJECTS and gc.get_freeze_count() == 0:  # else others would be thawed
-                gc.freeze()  # together they move what was made into the oldest generation: it is looked through once,
-                gc.unfreeze()  # in the next full collection, and not right now
+            if self._is_to_resume and gc.get_count()[0] > _MANY_OBJECTS and gc.get_freeze_count() == 0:
+                gc.freeze()  # together they move what was made into the oldest generation (where others are frozen, these
+                gc.unfreeze()  # would be thawed): it is looked through once, in the next full collection, and not right now
         finally:
-            if enabled:
-                gc.enable()
+            self._resume()
+
+    def __del__(self) -> None:
+        self._resume()  # Ctrl-C may have struck between the pause and the block
+
+    def _resume(self) -> None:
+        if self._is_to_resume:
+            gc.enable()
+            self._is_to_resume = False

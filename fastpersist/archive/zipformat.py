@@ -24,6 +24,7 @@ _CENTRAL = struct.Struct("<IHHHHHHIIIHHHHHII")
 _END_64 = struct.Struct("<IQHHIIQQQQ")
 _LOCATOR_64 = struct.Struct("<IIQI")
 _END = struct.Struct("<IHHHHIIH")
+_FILLER = struct.Struct("<2sH")
 _DESCRIPTOR = struct.Struct("<IIII")
 _DESCRIPTOR_64 = struct.Struct("<IIQQ")
 
@@ -52,7 +53,7 @@ _UTF8_NAME, _HAS_DESCRIPTOR = 0x800, 0x8
 _MADE_BY, _VERSION_NEEDED = 0x031E, 45
 
 LOCAL_HEADER_NBYTES = _LOCAL.size
-FILLER_HEADER_NBYTES = 4
+FILLER_HEADER_NBYTES = _FILLER.size
 DESCRIPTOR_NBYTES = _DESCRIPTOR.size
 DESCRIPTOR_64_NBYTES = _DESCRIPTOR_64.size
 END_NBYTES = _END_64.size + _LOCATOR_64.size + _END.size
@@ -75,7 +76,7 @@ def local_header(name: bytes, nbytes: int, header_offset: int, data_offset: int)
     """Local header that starts at ``header_offset`` and is padded so that its data starts at ``data_offset``."""
     zip64 = _zip64_extra(nbytes, 0, header_offset)
     filler = data_offset - header_offset - LOCAL_HEADER_NBYTES - len(name) - len(zip64) - FILLER_HEADER_NBYTES
-    extra = zip64 + struct.pack("<2sH", b"FB", filler) + b"Z" * filler
+    extra = zip64 + _FILLER.pack(b"FB", filler) + b"Z" * filler
     return _LOCAL.pack(_LOCAL_SIGNATURE, 0, _flags(nbytes), 0, 0, 0, 0, 0, 0, len(name), len(extra)) + name + extra
 
 

@@ -6,6 +6,7 @@ available()                 which engines can run here, and why the others canno
 
 from __future__ import annotations
 
+import functools
 import importlib
 import logging
 import os
@@ -51,7 +52,11 @@ def engine_class(name: str) -> type[Engine]:
     """The class registered under ``name``; ValueError lists the known names."""
     if name not in _REGISTRY:
         raise ValueError(f"unknown engine {name!r}: use 'auto' or one of {', '.join(map(repr, _REGISTRY))}")
-    module, attribute = _REGISTRY[name]
+    return _imported(*_REGISTRY[name])
+
+
+@functools.cache
+def _imported(module: str, attribute: str) -> type[Engine]:
     found: type[Engine] = getattr(importlib.import_module(module), attribute)
     return found
 

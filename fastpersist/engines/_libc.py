@@ -12,7 +12,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 AT_EMPTY_PATH = 0x1000
 STATX_DIOALIGN = 0x2000
 _SYS_CACHESTAT = 451  # the same number on every architecture
-_STATX_NBYTES = 256
+_Answer = ctypes.c_char * 256  # room for struct statx and for struct statfs
 _STATX_DIO_OFFSET = 152  # struct statx: u32 stx_dio_mem_align, u32 stx_dio_offset_align (statx(2), Linux 6.1)
 
 for _name in ("pwrite", "pread"):
@@ -50,7 +50,7 @@ def statx_direct_alignment(fileno: int) -> tuple[int, int] | None:
     statx = getattr(_libc, "statx", None)
     if statx is None:  # glibc before 2.28
         return None
-    buffer = ctypes.create_string_buffer(_STATX_NBYTES)
+    buffer = _Answer()
     if statx(fileno, b"", AT_EMPTY_PATH, STATX_DIOALIGN, buffer) != 0:
         return None
     (mask,) = struct.unpack_from("=I", buffer, 0)
@@ -62,7 +62,7 @@ def statx_direct_alignment(fileno: int) -> tuple[int, int] | None:
 
 def filesystem_magic(fileno: int) -> int:
     """``f_type`` of statfs(2): which filesystem the file lies on, 0 if it cannot be told."""
-    buffer = ctypes.create_string_buffer(256)
+    buffer = _Answer()
     if _libc.fstatfs(fileno, buffer) != 0:
         return 0
     (magic,) = struct.unpack_from("=q", buffer, 0)

@@ -60,6 +60,12 @@ class Request:
     owner: Any = None
     tag: Any = None
 
+    def tagged(self, tag: Any) -> Self:
+        """The same transfer with another tag (dataclasses.replace takes ten times as long)."""
+        return type(self)(
+            self.file, self.address, self.nbytes, self.file_offset, self.memory, self.device_index, self.owner, tag
+        )
+
 
 class Write(Request):
     """Memory to file."""

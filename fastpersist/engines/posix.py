@@ -51,13 +51,13 @@ class PosixEngine(Engine):
             self._done.put((ticket, self._transfer(request)))
 
     def _collect(self, timeout: float | None, at_least: int) -> list[tuple[int, int]]:
-        results: list[tuple[int, int]] = []
         try:
-            results.append(self._done.get(timeout=timeout))
-            while True:
-                results.append(self._done.get_nowait())
+            results = [self._done.get(timeout=timeout)]
         except queue.Empty:
-            return results
+            return []
+        while not self._done.empty():  # nobody else takes any
+            results.append(self._done.get_nowait())
+        return results
 
     def _settle(self) -> None:
         # Nothing but the end of the workers proves that no call is using memory, once the bookkeeping is in doubt.

@@ -37,7 +37,9 @@ class BufferPool:
         self.max_nbytes = max_nbytes
         self._free: list[AlignedBuffer] = []
         self._lent: weakref.WeakSet[AlignedBuffer] = weakref.WeakSet()
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()  # entered itself, which is done in C
+        self._changed = threading.Condition(self._lock)
+        self._waiting = 0
 
     @property
     def lent_nbytes(self) -> int:
@@ -57,7 +59,7 @@ class BufferPool:
         wanted = max(next_power_of_two(nbytes), SMALLEST_BUFFER_NBYTES)
         if wanted > self.max_nbytes:
             raise ValueError(f"a buffer of {wanted} bytes exceeds the pool of {self.max_nbytes} bytes: use smaller blocks")
-        with self._changed:
+        with self._lock:
             buffer = self._take_free(wanted) or self._allocate(wanted)
             if buffer is not None:
                 self._lent.add(buffer)
@@ -70,8 +72,12 @@ class BufferPool:
             buffer = self.try_acquire(nbytes)
             if buffer is not None:
                 return buffer
-            with self._changed:
-                self._changed.wait(min(0.1, timeout_seconds))
+            with self._lock:
+                self._waiting += 1
+                try:
+                    self._changed.wait(min(0.1, timeout_seconds))
+                finally:
+                    self._waiting -= 1
             if time.monotonic() > deadline:
                 raise PoolExhausted(
                     f"no buffer of {nbytes} bytes became free in {timeout_seconds:.0f} s; {self.lent_nbytes} of "
@@ -84,16 +90,18 @@ class BufferPool:
 
     def release(self, buffer: AlignedBuffer) -> None:
         """Take back a buffer of this pool. No request that uses it may be in flight any more."""
-        with self._changed:
-            if buffer not in self._lent:
-                raise ValueError("this buffer is not lent by this pool")
-            self._lent.discard(buffer)
+        with self._lock:
+            try:
+                self._lent.remove(buffer)
+            except KeyError:
+                raise ValueError("this buffer is not lent by this pool") from None
             self._free.append(buffer)
-            self._changed.notify_all()
+            if self._waiting:
+                self._changed.notify_all()
 
     def trim(self) -> None:
         """Give the memory of all free buffers back to the system."""
-        with self._changed:
+        with self._lock:
             self._free.clear()
 
     def _take_free(self, wanted: int) -> AlignedBuffer | None:

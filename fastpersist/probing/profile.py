@@ -56,18 +56,25 @@ def profile_file(path: str | os.PathLike[str]) -> Path | None:
 
     None where there is no such place (no home directory, a path that is none).
     """
-    place = _place(path)
+    folder = _folder()
+    place = None if folder is None else _place(folder, path)
     return None if place is None else Path(place)
 
 
-def _place(path: str | os.PathLike[str]) -> str | None:
-    # A string, as it is asked for before every save: objects of pathlib take several times as long.
+# Strings, as they are asked for before every save: objects of pathlib take several times as long.
+
+
+def _folder() -> str | None:
     cache = _cache_directory()
+    return None if cache is None else f"{cache}/fastpersist/profiles"
+
+
+def _place(folder: str, path: str | os.PathLike[str]) -> str | None:
     try:
         where = os.fsdecode(path)
         if not os.path.exists(where):
             where = os.path.dirname(where) or os.curdir
-        return None if cache is None else f"{cache}/fastpersist/profiles/{_filesystem_key(where)}.json"
+        return f"{folder}/{_filesystem_key(where)}.json"
     except (OSError, TypeError, ValueError):
         return None
 
@@ -98,7 +105,10 @@ def save_profile(directory: str | os.PathLike[str], profile: Profile, *, gb_per_
 
 def load_profile(path: str | os.PathLike[str]) -> Profile | None:
     """The profile for the filesystem of ``path``; None if there is none, or (with one log line) none that can be used."""
-    file = _place(path)
+    folder = _folder()
+    if folder is None or not os.access(folder, os.F_OK):  # most have none
+        return None
+    file = _place(folder, path)
     if file is None:
         return None
     try:
@@ -163,10 +173,10 @@ def _check_engine(name: Any) -> None:
 
 def _cache_directory() -> str | None:
     named = os.environ.get("XDG_CACHE_HOME", "")
-    if os.path.isabs(named):  # the specification: relative paths are to be ignored
+    if named.startswith("/"):  # the specification: relative paths are to be ignored
         return named
-    default = os.path.expanduser("~/.cache")
-    return default if os.path.isabs(default) else None
+    home = os.environ.get("HOME") or os.path.expanduser("~")
+    return f"{home.rstrip('/')}/.cache" if home.startswith("/") else None
 
 
 def _filesystem_key(directory: str) -> str:

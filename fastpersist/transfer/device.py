@@ -129,6 +129,8 @@ def work_so_far(flat: FlatObject) -> WorkSoFar:
     Other accelerators are waited for.
     """
     on_devices = [flat.storages[index] for index in without_address(flat)]
+    if not on_devices:
+        return {}
     devices = {CUDA.device_of(storage) for storage in on_devices}
     if -1 in devices:
         _synchronize_others({storage.device for storage in on_devices if CUDA.device_of(storage) < 0})

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import bisect
 import ctypes
-import hashlib
 from collections.abc import Callable, Collection, Iterator
 
 import numpy as np
 
 from fastpersist.archive import zipformat
-from fastpersist.archive.layout import ArchivePlan, Int64Array
+from fastpersist.archive.layout import ArchivePlan, Int64Array, serialization_id
 from fastpersist.memory.buffers import AlignedBuffer
 from fastpersist.memory.checksum import crc32
 from fastpersist.memory.pages import copy_memory, view_memory
@@ -149,7 +148,8 @@ class ArchiveImage:
     def _fill_metadata(self, window: _Window, record: int) -> None:
         content = self._plan.metadata[record]
         if content is None:
-            content = self._serialization_id(record)
+            checksums = np.array(self._checksums[:record], np.uint32).tobytes()
+            content = serialization_id(self._plan.names, checksums, self._plan.nbytes.tobytes())
         self._checksums[record] = crc32(content)
         window.put(self._datas[record], content)
 
@@ -167,12 +167,6 @@ class ArchiveImage:
         if self._checksum and record not in self._unseen:  # of the copy: it is still in the cache
             self._checksums[record] = crc32(target, self._checksums[record])
         return stop - start
-
-    def _serialization_id(self, record: int) -> bytes:
-        """40 digits that differ between different contents: a hash of the names and one of the checksums, as torch has it."""
-        sums = np.array(self._checksums[:record], np.uint32).tobytes() + self._plan.nbytes.tobytes()
-        digests = (hashlib.blake2b(part, digest_size=8).digest() for part in (b"\0".join(self._plan.names), sums))
-        return "".join(f"{int.from_bytes(digest, 'little'):020d}" for digest in digests).encode()
 
     def _directory_and_end(self) -> bytes:
         if self._directory is None:

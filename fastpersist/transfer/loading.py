@@ -149,7 +149,7 @@ def _storages(
     total_nbytes = sum(int(directory.nbytes[record]) for record in records)
     with (
         _open(reading, source) as file,
-        progress_reporter(reading.progress, os.path.basename(source.path)) as report,
+        progress_reporter(reading.progress, source.path) as report,
     ):
         reader = DeviceReader(
             reading.engine, file, directory, shared_pool(), path=source.path, block_nbytes=reading.block_nbytes,
@@ -169,7 +169,7 @@ def check_file(source: CheckpointFile, directory: Directory, reading: Reading) -
     """Read the whole file and check it; the records, none of them at fault."""
     with (
         _open(reading, source) as file,
-        progress_reporter(reading.progress, os.path.basename(source.path)) as report,
+        progress_reporter(reading.progress, source.path) as report,
     ):
         blocks = stream_blocks(
             reading.engine, file, source.nbytes, shared_pool(), path=source.path, block_nbytes=reading.block_nbytes,

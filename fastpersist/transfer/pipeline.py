@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Self
 
 from fastpersist.engines import Completion, Engine, Request
@@ -96,7 +96,7 @@ class Pipeline:
 
         ``buffer``, if it came from ``borrow``, goes back when its request ends; ``finished`` is told the end of each.
         """
-        self._held += [replace(request, tag=_Tag(finished, buffer)) for request in requests]
+        self._held += [request.tagged(_Tag(finished, buffer)) for request in requests]
         if len(self._held) >= self.together or self._engine.in_flight < self.together:
             self.start_held()
 
