@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from fastpersist.transfer import temporary
 from tests import gated
 
 
@@ -24,6 +25,14 @@ def zero_copy_on_every_disk() -> Iterator[None]:
     """Tensors are written from where they lie unless a test says otherwise, in child processes too."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FASTPERSIST_ZERO_COPY", "1")
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def abandoned_files_are_looked_for_each_time() -> Iterator[None]:
+    """Not once a minute; child processes of the fault tests do so by themselves."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(temporary, "LOOK_AGAIN_SECONDS", 0.0)
         yield
 
 

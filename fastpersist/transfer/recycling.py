@@ -75,7 +75,7 @@ class RetiredFile:
         except OSError as failure:
             error.add_note(
                 f"{self.path}: cannot get its name back ({failure.strerror}): it is {self.hidden_name} in the target's "
-                "directory, where the next save removes it"
+                "directory, where a later save removes it"
             )
 
     def release(self) -> None:

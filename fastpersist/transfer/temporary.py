@@ -7,8 +7,14 @@ import logging
 import os
 import re
 import secrets
+import time
 
 log = logging.getLogger("fastpersist")
+
+LOOK_AGAIN_SECONDS = 60.0
+
+_MAX_LOOKED_THROUGH = 256
+_looked_through: dict[str, float] = {}  # directories, and when (of time.monotonic)
 
 _TEMPORARY_NAME = re.compile(r"\.fastpersist-[0-9a-f]{16}\.tmp")
 
@@ -30,7 +36,16 @@ def try_lock(fileno: int) -> bool:
 
 
 def remove_abandoned(directory: str, directory_fileno: int) -> None:
-    """Remove temporary files that killed processes left: those that nobody has locked."""
+    """Remove temporary files that killed processes left: those that nobody has locked.
+
+    A process looks for them when it first saves to a directory, and again after a minute: a directory may be long.
+    """
+    now = time.monotonic()
+    if directory in _looked_through and now - _looked_through[directory] < LOOK_AGAIN_SECONDS:
+        return
+    if len(_looked_through) >= _MAX_LOOKED_THROUGH:
+        _looked_through.clear()
+    _looked_through[directory] = now
     for name in os.listdir(directory_fileno):
         if _TEMPORARY_NAME.fullmatch(name):
             try:

@@ -7,13 +7,14 @@ import os
 import stat
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import fastpersist
 from fastpersist import NotDurableError, TransferError
-from fastpersist.transfer import publish
+from fastpersist.transfer import publish, temporary
 from fastpersist.transfer.publish import resolve_target
 from tests.faults.scene import without_nameless_files
 
@@ -221,3 +222,35 @@ def test_what_cannot_be_a_target_is_refused(
     (tmp_path / "file").touch()
     with pytest.raises(error, match=message):
         resolve_target(make(tmp_path))
+
+
+def test_abandoned_files_are_looked_for_once_a_minute(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [1000.0]
+    monkeypatch.setattr(temporary, "LOOK_AGAIN_SECONDS", 60.0)
+    monkeypatch.setattr(temporary, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    other = target.parent / "other"
+    other.mkdir()
+    abandoned = [directory / f".fastpersist-{number:016x}.tmp" for number, directory in enumerate((target.parent, other))]
+
+    def left_after_a_save(path: Path) -> list[bool]:
+        for file in abandoned:
+            file.write_bytes(b"half a checkpoint")
+        fastpersist.save(1, path)
+        return [file.exists() for file in abandoned]
+
+    assert left_after_a_save(target) == [False, True]
+    now[0] += 59.9
+    assert left_after_a_save(target) == [True, True]
+    assert left_after_a_save(other / "m.pt") == [True, False]  # each directory for itself
+    now[0] += 0.1
+    assert left_after_a_save(target) == [False, True]
+
+
+def test_directories_that_were_looked_through_are_forgotten_in_the_end(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(temporary, "LOOK_AGAIN_SECONDS", 60.0)
+    monkeypatch.setattr(temporary, "_MAX_LOOKED_THROUGH", 3)
+    for number in range(5):
+        directory = target.parent / str(number)
+        directory.mkdir()
+        fastpersist.save(1, directory / "m.pt")
+        assert len(temporary._looked_through) <= 3
