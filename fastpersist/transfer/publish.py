@@ -19,7 +19,7 @@ import time
 from typing import Self
 
 from fastpersist.engines import Engine, File
-from fastpersist.errors import NotDurableError, TransferError
+from fastpersist.errors import NotDurableError, RecycleRefusedError, TransferError
 from fastpersist.transfer.recycling import RetiredFile
 from fastpersist.transfer.temporary import new_name, remove_abandoned, try_lock
 
@@ -76,13 +76,19 @@ def _can_name_nameless_files() -> bool:
 class Publication:
     """A temporary file beside ``target``: write to ``file``, then ``publish``. Left unpublished, it vanishes.
 
-    ``recycle`` is the path of a file that shall become the temporary one. If it vanishes, the exception gets a note.
+    ``recycle`` is the path of a file that shall become the temporary one. If it vanishes, the exception gets a note. With
+    ``must_recycle`` False one that cannot be recycled is left alone, and a fresh file made.
     """
 
-    def __init__(self, engine: Engine, target: str, *, durable: bool, recycle: str | None = None) -> None:
+    def __init__(
+        self, engine: Engine, target: str, *, durable: bool, recycle: str | None = None, must_recycle: bool = True
+    ) -> None:
         self._engine = engine
         self._target = target
+        folder, _, self._target_name = target.rpartition("/")
+        self._folder = folder or "/"
         self._durable = durable
+        self._must_recycle = must_recycle
         self._retired = None if recycle is None else RetiredFile(recycle)
         self._directory = -1
         self._name: str | None = None
@@ -90,21 +96,18 @@ class Publication:
         self.sync_seconds = 0.0
 
     def __enter__(self) -> Self:
-        directory = os.path.dirname(self._target)
         try:
-            self._directory = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-            remove_abandoned(directory, self._directory)
-            if self._retired is None:
-                self._create(directory)
-            else:
-                self._take_over(self._retired)
+            self._directory = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY)
+            remove_abandoned(self._folder, self._directory)
+            if self._retired is None or not self._take_over(self._retired):
+                self._create()
         except TransferError:
             self._clean_up()
             raise
         except OSError as error:
             self._clean_up()
             message = f"cannot create a temporary file in the target's directory ({error.strerror}): it must be writable"
-            raise type(error)(error.errno, message, directory) from error
+            raise type(error)(error.errno, message, self._folder) from error
         except BaseException:
             self._clean_up()
             raise
@@ -142,13 +145,12 @@ class Publication:
         Raises TransferError before it has the name (the target is untouched), NotDurableError after that.
         """
         started = time.perf_counter()
-        target_name = os.path.basename(self._target)
         try:
-            replaces = self._take_over_mode(target_name)
+            replaces = self._take_over_mode()
             if self._durable:
                 self._engine.sync(self.file)
-            if self._name is not None or replaces or not self._link_target(target_name):
-                self._rename_to(target_name)
+            if self._name is not None or replaces or not self._link_target():
+                self._rename()
         except OSError as error:
             raise TransferError(error.errno or errno.EIO, "cannot publish", self._target) from error
         self._sync_directory()
@@ -164,51 +166,58 @@ class Publication:
                 error.errno or errno.EIO, "published, not known durable: the directory cannot be synced", self._target
             ) from error
 
-    def _create(self, directory: str) -> None:
+    def _create(self) -> None:
         if _can_name_nameless_files():
             try:
-                self._file = self._engine.open(directory, "tmpfile")
+                self._file = self._engine.open(self._folder, "tmpfile")
                 return
             except OSError as error:
                 if error.errno not in _NO_TMPFILE:
                     raise
-        self._create_named(directory)
+        self._create_named()
 
-    def _take_over(self, retired: RetiredFile) -> None:
+    def _take_over(self, retired: RetiredFile) -> bool:
+        """False if the file cannot be recycled, and need not be."""
         try:
             self._file = retired.take(self._engine, self._target, self._directory)
         except BaseException as error:
             retired.give_back(self._directory, error)
-            raise
+            if self._must_recycle or not isinstance(error, RecycleRefusedError):
+                raise
+            log.info("%s; a fresh file is written", error)
+            retired.close()
+            self._retired = None
+            return False
         self._name = retired.hidden_name
+        return True
 
-    def _create_named(self, directory: str) -> None:
+    def _create_named(self) -> None:
         for _ in range(_ATTEMPTS):
             self._name = new_name()  # known before the file exists: an interrupt in between leaves nothing
-            self._file = self._engine.open(os.path.join(directory, self._name), "x")
+            self._file = self._engine.open(os.path.join(self._folder, self._name), "x")
             # A save that cleans up may have found the file before it was locked: then it is gone, and another is made.
             if try_lock(self._file.fileno) and os.fstat(self._file.fileno).st_nlink > 0:
                 return
             self._file.close()
         raise OSError(errno.EBUSY, f"{_ATTEMPTS} temporary files were removed by other processes as soon as they were made")
 
-    def _link_target(self, target_name: str) -> bool:
+    def _link_target(self) -> bool:
         """Give the nameless file the target's name; False if another file got it first."""
         try:
-            self._link(target_name)
+            self._link(self._target_name)
         except FileExistsError:
-            self._take_over_mode(target_name)
+            self._take_over_mode()
             return False
         return True
 
-    def _rename_to(self, target_name: str) -> None:
+    def _rename(self) -> None:
         if self._name is None:
             try_lock(self.file.fileno)  # nobody else can reach it yet
             self._name = new_name()  # known before the file has it: an interrupt in between leaves nothing
             self._link(self._name)
         if self._retired is not None:
             self._retired.release()  # nobody is to wait for a file that has its public name
-        os.rename(self._name, target_name, src_dir_fd=self._directory, dst_dir_fd=self._directory)
+        os.rename(self._name, self._target_name, src_dir_fd=self._directory, dst_dir_fd=self._directory)
         self._name = None
 
     def _link(self, name: str) -> None:
@@ -216,14 +225,32 @@ class Publication:
         source = f"/proc/self/fd/{self.file.fileno}"
         os.link(source, name, src_dir_fd=self._directory, dst_dir_fd=self._directory, follow_symlinks=True)
 
-    def _take_over_mode(self, target_name: str) -> bool:
+    def _take_over_mode(self) -> bool:
         """Take the mode of the file that is to be replaced; False if there is none."""
         try:
-            replaced = os.stat(target_name, dir_fd=self._directory)
+            replaced = os.stat(self._target_name, dir_fd=self._directory)
         except FileNotFoundError:
             return False
         os.fchmod(self.file.fileno, stat.S_IMODE(replaced.st_mode))
         return True
+
+
+class Unpublished:
+    """The file of an engine that keeps nothing beyond the process: open under the target's name, and never published."""
+
+    sync_seconds = 0.0
+
+    def __init__(self, engine: Engine, target: str) -> None:
+        self.file = engine.open(target, "w")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.file.close()
+
+    def publish(self) -> None:
+        """Nothing is to be done."""
 
 
 def _tell_that_it_is_lost(path: str, error: BaseException | None) -> None:

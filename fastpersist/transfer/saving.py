@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -25,13 +24,22 @@ from fastpersist.transfer.device import Copies, WorkSoFar, work_so_far
 from fastpersist.transfer.extents import Direct, Extent, cut_into_blocks, plan_extents
 from fastpersist.transfer.gpudirect import has_gpudirect
 from fastpersist.transfer.image import ArchiveImage
-from fastpersist.transfer.publish import Publication, resolve_target
+from fastpersist.transfer.publish import Publication, Unpublished, resolve_target
+from fastpersist.transfer.small import is_small, write_small
 from fastpersist.transfer.staging import copy_from_device, cuda_devices, residues
 from fastpersist.transfer.writer import NOBODY, DeviceSources, Watcher, write_blocks
 
 log = logging.getLogger("fastpersist")
 
 Path = str | os.PathLike[str]
+
+
+class Written(NamedTuple):
+    """What a file amounts to; ``copied_nbytes`` of payload went through a buffer."""
+
+    file_nbytes: int
+    records: int
+    copied_nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,22 +108,24 @@ class SaveJob:
         work = work_so_far(flat) if work is None else work
         depth = min(self.queue_depth, _max_blocks(flat, self.block_nbytes))  # a small file needs neither threads nor a queue
         with ready_engine(self._engine(work), self.target, self.block_nbytes, depth) as engine:
-            with self._destination(engine) as (file, publication):
-                archive, copied_nbytes = self._write(flat, engine, file, depth, watcher, work)
-                if publication is not None:
-                    watcher.publishing()
-                    publication.publish()
+            with self._destination(engine) as destination:
+                if self._is_small(flat, destination.file, watcher):
+                    written = self._write_small(flat, engine, destination.file)
+                else:
+                    written = self._write(flat, engine, destination.file, depth, watcher, work)
+                watcher.publishing()
+                destination.publish()
             return SaveReport(
                 path=self.target,
                 nbytes=flat.nbytes,
-                file_nbytes=archive.file_nbytes,
+                file_nbytes=written.file_nbytes,
                 seconds=time.perf_counter() - started,
                 engine=engine.name,
-                direct=file.direct,
-                zero_copy_nbytes=flat.nbytes - copied_nbytes,
-                copied_nbytes=copied_nbytes,
-                sync_seconds=0.0 if publication is None else publication.sync_seconds,
-                records=archive.records,
+                direct=destination.file.direct,
+                zero_copy_nbytes=flat.nbytes - written.copied_nbytes,
+                copied_nbytes=written.copied_nbytes,
+                sync_seconds=destination.sync_seconds,
+                records=written.records,
                 block_nbytes=self.block_nbytes,
                 queue_depth=self.queue_depth,
             )
@@ -130,36 +140,30 @@ class SaveJob:
             log.warning("%s: 'auto' takes kvikio: large storages get no checksum; engine='io_uring' sums them", self.target)
         return "kvikio"
 
-    @contextlib.contextmanager
-    def _destination(self, engine: Engine) -> Iterator[tuple[File, Publication | None]]:
-        """The file to write to, and what publishes it: nothing, where the engine keeps nothing."""
+    def _destination(self, engine: Engine) -> Publication | Unpublished:
+        """The file to write to, and what publishes it."""
         if engine.capabilities.persistent:
-            with contextlib.ExitStack() as stack:
-                publication = self._begin_publication(engine, stack)
-                yield publication.file, publication
-        elif self.recycle is not None and self.must_recycle:
+            return Publication(engine, self.target, durable=self.durable, recycle=self.recycle, must_recycle=self.must_recycle)
+        if self.recycle is not None and self.must_recycle:
             reason, remedy = f"engine {engine.name!r} keeps no files", "take an engine that writes to a disk"
             raise RecycleRefusedError(self.recycle, reason, remedy)
-        else:
-            with engine.open(self.target, "w") as file:
-                yield file, None
+        return Unpublished(engine, self.target)
 
-    def _begin_publication(self, engine: Engine, stack: contextlib.ExitStack) -> Publication:
-        try:
-            return stack.enter_context(Publication(engine, self.target, durable=self.durable, recycle=self.recycle))
-        except RecycleRefusedError as error:
-            if self.must_recycle:
-                raise
-            log.info("%s; a fresh file is written", error)
-        return stack.enter_context(Publication(engine, self.target, durable=self.durable))
+    def _is_small(self, flat: FlatObject, file: File, watcher: Watcher) -> bool:
+        return self.layout == "auto" and watcher is NOBODY and is_small(flat, self.prefix, file, self.block_nbytes)
+
+    def _write_small(self, flat: FlatObject, engine: Engine, file: File) -> Written:
+        """The whole file in one transfer."""
+        with progress_reporter(self.progress, self.target) as report:
+            file_nbytes, records = write_small(
+                flat, self.prefix, engine, file, shared_pool(), checksum=self.checksum, path=self.target, report=report
+            )
+        return Written(file_nbytes, records, flat.nbytes)
 
     def _write(
         self, flat: FlatObject, engine: Engine, file: File, queue_depth: int, watcher: Watcher, work: WorkSoFar
-    ) -> tuple[ArchivePlan, int]:
-        """Plan the file, cut it into extents, write them all, and give the file its true length.
-
-        Returns the plan and how many bytes of payload went through a buffer.
-        """
+    ) -> Written:
+        """Plan the file, cut it into extents, write them all, and give the file its true length."""
         addresses, devices = np.array(flat.addresses, np.int64), cuda_devices(flat)
         reachable = addresses  # for the engine: device memory, too, where it can move that
         if work and Memory.DEVICE in engine.capabilities.memory:
@@ -187,7 +191,7 @@ class SaveJob:
         padded_nbytes = round_up(archive.file_nbytes, cut_nbytes)
         with as_transfer_error("cannot reserve space for", self.target, nbytes=padded_nbytes):
             engine.reserve(file, padded_nbytes)
-        with progress_reporter(self.progress, os.path.basename(self.target)) as report:
+        with progress_reporter(self.progress, self.target) as report:
             moved = ProgressCounter(report, archive.file_nbytes).add
             copied_nbytes = write_blocks(
                 blocks, image, engine, file, shared_pool(),
@@ -196,7 +200,7 @@ class SaveJob:
         if padded_nbytes != archive.file_nbytes:
             with as_transfer_error("cannot set the length of", self.target, nbytes=archive.file_nbytes):
                 engine.resize(file, archive.file_nbytes)
-        return archive, copied_nbytes
+        return Written(archive.file_nbytes, archive.records, copied_nbytes)
 
     def _copies(self, engine: Engine, file: File) -> bool:
         """Whether host memory goes through buffers, which lie on huge pages, rather than from where it lies."""
@@ -235,6 +239,6 @@ def _prefix(path: Path) -> str:
 
     So torch has it, which also splits names at a backslash.
     """
-    name = os.path.basename(os.fsdecode(path)).rpartition("\\")[2]
+    name = os.fsdecode(path).rpartition("/")[2].rpartition("\\")[2]
     stem = name.rpartition(".")[0] if "." in name else name
     return stem if stem and name.isascii() else "archive"
