@@ -28,7 +28,7 @@ import functools
 import importlib.util
 import math
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -38,7 +38,7 @@ import load_rounds
 import script_options
 import torch
 import typer
-from measuring import Series, machine_line, measure
+from measuring import Cost, Series, machine_line, measure, middle_half
 from memory_growth import peak_growth_nbytes
 from peers import deepspeed_saver
 from ram_disk import NoRamDiskError, ram_disk, ram_disk_nbytes
@@ -55,7 +55,7 @@ from saving import (
     usable_engines,
     warm_up,
 )
-from tables import Cells, item_cells, print_table, share_of_cpu, times_as_fast
+from tables import Cells, item_cells, print_table
 from verifying import fingerprints, payload_nbytes
 from workloads import MIB, random_tensors
 
@@ -245,7 +245,8 @@ def small(name: str, nbytes_each: int, bench: Bench) -> None:
 def tiny(bench: Bench) -> None:
     """One small tensor, again and again: what a save takes by itself.
 
-    Garbage is collected before each, which leaves the processor's caches as cold as a training step would.
+    Garbage is collected before each, which leaves the processor's caches as cold as a training step would; then, for the
+    columns "warm", three times in a row, the last of which counts.
     """
     obj = random_tensors(1, TINY_NBYTES)
     repetitions = bench.count(TINY_REPETITIONS)
@@ -257,23 +258,45 @@ def tiny(bench: Bench) -> None:
         warm_up(savers, bench.path)
         saves = [Saves(saver.tag, saver=saver) for saver in savers]
         measure_rounds(saves, obj, bench.path, repetitions)
+        warm = [Series(saver.tag) for saver in savers]
+        for _ in range(repetitions):
+            for saver, series in zip(savers, warm, strict=True):
+                series.costs.append(_third_cost(saver, obj, bench.path))
     bench = dataclasses.replace(bench, rounds=repetitions)
     bench.heading(f"tiny: one tensor of {TINY_NBYTES} bytes, file and folder synced", bench.scratch)
-    print_table([_tiny_cells(series, saves[0]) for series in saves])
+    print_table([_tiny_cells(cold, saves[0], series, warm[0]) for cold, series in zip(saves, warm, strict=True)])
     bench.heading("tiny: opening and closing an engine", bench.scratch)
     print_table([_opening_cells(name, repetitions) for name in bench.engines])
 
 
-def _tiny_cells(series: Saves, baseline: Saves) -> Cells:
+def _tiny_cells(series: Saves, baseline: Saves, warm: Series, warm_baseline: Series) -> Cells:
     return {
         "": series.tag,
-        "median ms": f"{statistics.median(series.seconds) * 1e3:.2f}",
-        "p90 ms": f"{statistics.quantiles(series.seconds, n=10)[-1] * 1e3:.2f}",
-        "x torch (range)": times_as_fast(series, baseline),
-        "CPU ms": f"{statistics.median(series.cpu_seconds) * 1e3:.2f}",
-        "CPU, of torch (range)": share_of_cpu(series, baseline),
+        "median ms": _milliseconds(series.seconds),
+        "x torch (middle half)": _times_as_fast(series, baseline),
+        "CPU ms": _milliseconds(series.cpu_seconds),
+        "median ms, warm": _milliseconds(warm.seconds),
+        "x torch, warm (middle half)": _times_as_fast(warm, warm_baseline),
+        "CPU ms, warm": _milliseconds(warm.cpu_seconds),
         "verified": series.verified,
     }
+
+
+def _milliseconds(seconds: Sequence[float]) -> str:
+    return f"{statistics.median(seconds) * 1e3:.2f}"
+
+
+def _times_as_fast(series: Series, baseline: Series) -> str:
+    if series is baseline:
+        return "1"
+    return middle_half([other / own for other, own in zip(baseline.seconds, series.seconds, strict=True)])
+
+
+def _third_cost(saver: Saver, obj: object, path: Path) -> Cost:
+    for _ in range(3):
+        path.unlink(missing_ok=True)
+        cost = measure(lambda: saver.save(obj, path), collect=False)
+    return cost
 
 
 def _opening_cells(name: str, repetitions: int) -> Cells:

@@ -78,9 +78,10 @@ def process_cpu_seconds() -> float:
     return usage.ru_utime + usage.ru_stime
 
 
-def measure(action: Callable[[], object]) -> Cost:
-    """Run ``action`` once. Garbage is collected first, so that nobody pays for what others left."""
-    gc.collect()
+def measure(action: Callable[[], object], *, collect: bool = True) -> Cost:
+    """Run ``action`` once. Garbage is collected first, so that nobody pays for what others left, which leaves caches cold."""
+    if collect:
+        gc.collect()
     cpu_before = process_cpu_seconds()
     started = time.perf_counter()
     action()
