@@ -94,7 +94,11 @@ class garbage_collector_paused:  # noqa: N801  # used as a function is; one made
         self._is_to_resume = gc.isenabled()
 
     def __enter__(self) -> None:
-        gc.disable()
+        try:
+            gc.disable()
+        except BaseException:  # Ctrl-C right after it must not leave the collector off for good
+            self._resume()
+            raise
 
     def __exit__(self, *_: object) -> None:
         try:
@@ -106,7 +110,7 @@ class garbage_collector_paused:  # noqa: N801  # used as a function is; one made
             self._resume()
 
     def __del__(self) -> None:
-        self._resume()  # Ctrl-C may have struck between the pause and the block
+        self._resume()  # or between the pause and the block
 
     def _resume(self) -> None:
         if self._is_to_resume:
