@@ -4,6 +4,7 @@ python benchmarks/overlap_training.py --folder /mnt/nvme0
 python benchmarks/overlap_training.py --folder /mnt/nvme0 --step_seconds 2 --way "async_save guard" --rounds 9
 
 none                     no saves: what all others are compared with
+bare writes              as many bytes of one buffer, by direct writes in a thread: what the disk itself takes of the machine
 torch.save               torch.save, fsync, rename, fsync of the folder
 fastpersist.save         the training waits for it
 async_save snapshot      copies are made before the training goes on

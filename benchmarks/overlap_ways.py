@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import copy
+import errno
+import mmap
+import os
 import warnings
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
 from peers import DCP_MISSING, dcp_load, deepspeed_saver
 from saving import Saver, sync_file, torch_save_published
-from verifying import compare, verify_file, verify_in_memory
+from verifying import compare, payload_nbytes, verify_file, verify_in_memory
 
 import fastpersist
 
 State = dict[str, Any]
 NONE = "none"
+_BUFFER_NBYTES = 16 << 20
 
 
 class Saving:
@@ -94,6 +98,41 @@ class Guarded(Background):
         return fastpersist.async_save(state, self.path, snapshot=False, guard=self.optimizer)
 
 
+class BareWrites(Saving):
+    """As many bytes from one buffer on huge pages, by direct writes in a thread: what the disk itself takes of the machine."""
+
+    lacks = "all of it: these are no checkpoints"
+
+    def __init__(self, folder: Path, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(folder, optimizer)
+        self._buffer = mmap.mmap(-1, _BUFFER_NBYTES)
+        self._buffer.madvise(mmap.MADV_HUGEPAGE)
+        self._buffer[:] = os.urandom(_BUFFER_NBYTES)
+        self._thread = ThreadPoolExecutor(max_workers=1)
+        self._pending: Future[None] | None = None
+
+    def save(self, state: State) -> None:
+        self.drain()
+        self._pending = self._thread.submit(self._write, payload_nbytes(state))
+
+    def drain(self) -> None:
+        if self._pending is not None:
+            self._pending.result()
+
+    def _write(self, nbytes: int) -> None:
+        self.path.unlink(missing_ok=True)
+        fileno = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_DIRECT)
+        try:
+            blocks = max(1, round(nbytes / _BUFFER_NBYTES))
+            os.posix_fallocate(fileno, 0, blocks * _BUFFER_NBYTES)
+            for index in range(blocks):
+                if os.pwrite(fileno, self._buffer, index * _BUFFER_NBYTES) != _BUFFER_NBYTES:
+                    raise OSError(errno.EIO, "a short write", str(self.path))
+            os.fdatasync(fileno)
+        finally:
+            os.close(fileno)
+
+
 class Distributed(Saving):
     """torch.distributed.checkpoint.async_save in one process, without a process group; its copies keep their memory.
 
@@ -160,10 +199,12 @@ class DeepSpeed(Saving):
         verify_in_memory(self.path, expected)
 
 
+BARE_WRITES = "bare writes"
 DCP = "DCP async_save"
 DEEPSPEED = "DeepSpeed FastFileWriter"
 WAYS: dict[str, Callable[[Path, torch.optim.Optimizer], Saving]] = {
     NONE: Saving,
+    BARE_WRITES: BareWrites,
     "torch.save": TorchSave,
     "fastpersist.save": Blocking,
     "async_save snapshot": Background,
