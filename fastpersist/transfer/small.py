@@ -160,6 +160,8 @@ class _Archive:
         self._headers.append(header)
         self._nbytes.append(nbytes)
         self._end = data + nbytes
+        if self._end > len(self._view):  # before anything is copied there
+            raise AssertionError("no file is longer than its bound")
         return data
 
     def _finish(self, checksum: int) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import fastpersist
@@ -107,6 +107,7 @@ def test_whatever_the_name(tmp_path: Path, pieces: list[str], name: str) -> None
     st.text(alphabet="abc_", min_size=1, max_size=240),
     st.integers(0, 20_000),
 )
+@example([1] * MAX_STORAGES, "x" * 240, 0)
 def test_no_file_exceeds_its_bound(sizes: list[int], name: str, text_nbytes: int) -> None:
     flat = flatten([torch.zeros(size, dtype=torch.uint8) for size in sizes] + ["x" * text_nbytes])
     bound = small._bound(flat, name)
@@ -117,6 +118,12 @@ def test_no_file_exceeds_its_bound(sizes: list[int], name: str, text_nbytes: int
     assert nbytes <= bound
     assert nbytes % 4096 == 0
     assert records == len(flat.storages) + 4
+
+
+def test_nothing_is_copied_beyond_the_buffer() -> None:
+    archive = small._Archive(AlignedBuffer(8192), b"m")
+    with pytest.raises(AssertionError, match="longer than its bound"):
+        archive.fill(flatten([torch.zeros(9000, dtype=torch.uint8)]), checksum=True)
 
 
 FILE = File("f", -1, direct=True, memory_alignment=4, offset_alignment=4096)
