@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 _DOTS_PER_INCH = 100
-_COLOURS = ("#222222", "#8d99ae", "#edae49", "#66a182", "#d1495b", "#2e6f9e", "#8f5ea2")
-_MARKERS = "osv^DPX"
+_COLOURS = ("#222222", "#8d99ae", "#edae49", "#66a182", "#d1495b", "#2e6f9e", "#8f5ea2", "#a0632d")
+_MARKERS = "osv^DPX*"
 
 
 def draw(path: Path, title: str, step_seconds: Mapping[str, Sequence[Sequence[float]]]) -> None:
@@ -18,7 +18,8 @@ def draw(path: Path, title: str, step_seconds: Mapping[str, Sequence[Sequence[fl
 
     figure = Figure(figsize=(10, 5), layout="constrained")
     axes = figure.subplots()
-    for (name, rounds), colour, marker in zip(step_seconds.items(), _COLOURS, _MARKERS, strict=False):
+    for index, (name, rounds) in enumerate(step_seconds.items()):
+        colour, marker = _COLOURS[index % len(_COLOURS)], _MARKERS[index % len(_MARKERS)]
         label: str | None = name
         first = 1
         for seconds in rounds:  # other ways had their steps between two rounds: no line joins them
