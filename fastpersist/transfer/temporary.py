@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import logging
+import math
 import os
 import re
 import secrets
@@ -41,7 +42,7 @@ def remove_abandoned(directory: str, directory_fileno: int) -> None:
     A process looks for them when it first saves to a directory, and again after a minute: a directory may be long.
     """
     now = time.monotonic()
-    if directory in _looked_through and now - _looked_through[directory] < LOOK_AGAIN_SECONDS:
+    if now - _looked_through.get(directory, -math.inf) < LOOK_AGAIN_SECONDS:  # one look: another thread may clear it
         return
     if len(_looked_through) >= _MAX_LOOKED_THROUGH:
         _looked_through.clear()

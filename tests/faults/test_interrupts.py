@@ -102,6 +102,34 @@ def test_an_interrupt_wherever_python_handles_signals(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["posix", "io_uring"])
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_interrupt_of_a_small_save_wherever_python_handles_signals(scene: Scene, engine: str) -> None:
+    gc.collect()
+    state = {"value": torch.zeros(5000)}
+
+    def save() -> None:
+        fastpersist.save(state, scene.path, engine=engine)
+
+    save()
+    survey = Profiler()
+    survey.run(save)
+    assert {"write_small", "_begin", "_add_storage", "_finish"} <= {place[3] for place in survey.places}
+    interrupts, saved = 0, 0.0
+    for value, place in enumerate(survey.places, start=1):
+        state["value"].fill_(value)
+        interrupts += Profiler(place).run(save)
+        found = torch.load(scene.path)["value"]
+        assert torch.equal(found, torch.full((5000,), float(value))) or torch.equal(found, torch.full((5000,), saved)), place
+        saved = float(found[0])
+        assert gc.isenabled(), place
+        assert shared_pool().lent_nbytes == 0, place
+    assert interrupts > 100
+    save()
+    assert os.listdir(scene.directory) == [scene.path.name]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["posix", "io_uring"])
 @pytest.mark.parametrize("weights_only", [True, False])
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_an_interrupt_of_a_load_wherever_python_handles_signals(scene: Scene, engine: str, weights_only: bool) -> None:

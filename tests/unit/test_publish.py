@@ -254,3 +254,13 @@ def test_directories_that_were_looked_through_are_forgotten_in_the_end(target: P
         directory.mkdir()
         fastpersist.save(1, directory / "m.pt")
         assert len(temporary._looked_through) <= 3
+
+
+def test_another_thread_may_forget_the_directories_at_any_moment(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Cleared(dict[str, float]):
+        def __contains__(self, key: object) -> bool:
+            return True  # it was there, and is gone by now
+
+    monkeypatch.setattr(temporary, "_looked_through", Cleared())
+    fastpersist.save(1, target)
+    assert_alone(target, 1)
